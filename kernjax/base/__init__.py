@@ -1,0 +1,1 @@
+"""What every room stands on: errors that teach, bundled files, hashes, how a command runs."""

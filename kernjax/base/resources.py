@@ -1,0 +1,18 @@
+"""Where the bundled data lies: inside the wheel, or beside the package in a checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def data_dir(name: str) -> Path:
+    """The folder `configs` or `corpora`: `kernjax/data/NAME` in a wheel, `NAME` in a checkout."""
+    installed = _PACKAGE / "data" / name
+    return installed if installed.is_dir() else _PACKAGE.parent / name
+
+
+def demo_dir() -> Path:
+    """The bundled demo: its checkpoint (an HF directory), recordings and band."""
+    return _PACKAGE / "demo" / "bundle"
