@@ -29,12 +29,14 @@ commands may be imported into one process, as tests do, and libraries cannot add
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import errno
 import json
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -67,8 +69,18 @@ __all__ = [
 ]
 
 Main = Callable[[list[str]], "int | None"]
+Holder = absl_flags.FlagHolder  # `.value`: what the command line says, or the default
 
 log = logging.getLogger("kernjax")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """What the manual and the errors say of one flag."""
+
+    help: str
+    expected: str
+    is_required: bool
 
 
 class Flags(absl_flags.FlagValues):
@@ -83,27 +95,26 @@ class Flags(absl_flags.FlagValues):
     def __init__(self, name: str, manual: str | None, *, positional: str | None = None) -> None:
         super().__init__()
         self.set_gnu_getopt(True)  # flags may stand after positional words
-        # FlagValues keeps flags as attributes, hence the dictionary behind plain names.
-        self.__dict__["_command"] = {
-            "name": name,
-            "manual": textwrap.dedent(manual or "").strip(),
-            "positional": positional,
-            "required": [],
-            "groups": [("", [])],
-        }
+        # FlagValues takes every attribute that is set for a flag's value, hence the dictionary.
+        self.__dict__["_name"] = name
+        self.__dict__["_manual"] = textwrap.dedent(manual or "").strip()
+        self.__dict__["_positional"] = positional
+        self.__dict__["_groups"] = [("Flags", {})]
 
     @property
     def command_name(self) -> str:
         """The command's name as a person types it: `kernjax.record`."""
-        return f"kernjax.{self._command['name']}"
+        return f"kernjax.{self._name}"
 
     def heading(self, text: str) -> None:
         """Starts a new group of flags in the manual."""
-        self._command["groups"].append((text, []))
+        self._groups.append((text, {}))
 
-    def string(self, name: str, default: str | None, help: str, *, required: bool = False):
+    def string(
+        self, name: str, default: str | None, help: str, *, required: bool = False
+    ) -> Holder[str]:
         """A text flag."""
-        self._note(name, required)
+        self._note(name, help, "text", required)
         return absl_flags.DEFINE_string(name, default, help, flag_values=self)
 
     def integer(
@@ -115,9 +126,9 @@ class Flags(absl_flags.FlagValues):
         required: bool = False,
         lower_bound: int | None = None,
         upper_bound: int | None = None,
-    ):
+    ) -> Holder[int]:
         """A whole number, within the bounds (inclusive)."""
-        self._note(name, required)
+        self._note(name, help, "a whole number" + _within(lower_bound, upper_bound), required)
         return absl_flags.DEFINE_integer(
             name, default, help, lower_bound, upper_bound, flag_values=self
         )
@@ -131,16 +142,16 @@ class Flags(absl_flags.FlagValues):
         required: bool = False,
         lower_bound: float | None = None,
         upper_bound: float | None = None,
-    ):
+    ) -> Holder[float]:
         """A number, within the bounds (inclusive)."""
-        self._note(name, required)
+        self._note(name, help, "a number" + _within(lower_bound, upper_bound), required)
         return absl_flags.DEFINE_float(
             name, default, help, lower_bound, upper_bound, flag_values=self
         )
 
-    def boolean(self, name: str, default: bool, help: str):
+    def boolean(self, name: str, default: bool, help: str) -> Holder[bool]:
         """A switch: --name or --noname."""
-        self._note(name, False)
+        self._note(name, help, "true or false", False)
         return absl_flags.DEFINE_boolean(name, default, help, flag_values=self)
 
     def enum(
@@ -151,19 +162,21 @@ class Flags(absl_flags.FlagValues):
         help: str,
         *,
         required: bool = False,
-    ):
+    ) -> Holder[str]:
         """One of the given words."""
-        self._note(name, required)
+        self._note(name, help, f"one of {', '.join(values)}", required)
         return absl_flags.DEFINE_enum(name, default, list(values), help, flag_values=self)
 
-    def multi_string(self, name: str, help: str, *, required: bool = False):
+    def multi_string(self, name: str, help: str, *, required: bool = False) -> Holder[list[str]]:
         """A text flag that may be repeated; its value is a list, empty when not given."""
-        self._note(name, required)
+        self._note(name, f"{help} (may be repeated)", "text", required)
         return absl_flags.DEFINE_multi_string(name, [], help, flag_values=self)
 
-    def comma_list(self, name: str, default: Sequence[str], help: str, *, required: bool = False):
+    def comma_list(
+        self, name: str, default: Sequence[str], help: str, *, required: bool = False
+    ) -> Holder[list[str]]:
         """Words separated by commas; its value is a list."""
-        self._note(name, required)
+        self._note(name, help, "words separated by commas", required)
         return absl_flags.DEFINE_list(name, list(default), help, flag_values=self)
 
     def parse(self, argv: Sequence[str]) -> list[str]:
@@ -173,7 +186,6 @@ class Flags(absl_flags.FlagValues):
         Raises UserError for unknown flags, bad values, missing required flags, stray words, and
         flag files that cannot be read.
         """
-        state = self._command
         self.unparse_flags()
         try:
             words = self([self.command_name, *argv])[1:]
@@ -182,15 +194,21 @@ class Flags(absl_flags.FlagValues):
         except absl_flags.CantOpenFlagFileError as error:
             cause = str(error).removeprefix("ERROR:: ")
             raise UserError(f"--flagfile: {cause}.", "Expected a readable file.") from None
+        except absl_flags.IllegalFlagValueError as error:
+            raise self._bad_value(error) from None
         except absl_flags.Error as error:
-            raise UserError(_sentence(str(error)), todo=self._see_help()) from None
+            raise UserError(f"{error}.", todo=self._see_help()) from None
         if self["help"].value:
             return words
-        missing = [f"--{name}" for name in state["required"] if self[name].value in (None, "", [])]
+        missing = [
+            f"--{name}"
+            for name, entry in self._entries().items()
+            if entry.is_required and self[name].value in (None, "", [])
+        ]
         if missing:
             plural = "are" if len(missing) > 1 else "is"
             raise UserError(f"{' and '.join(missing)} {plural} missing.", todo=self._see_help())
-        if words and state["positional"] is None:
+        if words and self._positional is None:
             raise UserError(
                 f"{words[0]!r} is not a flag.",
                 f"{self.command_name} takes flags only, written --name=value.",
@@ -200,45 +218,38 @@ class Flags(absl_flags.FlagValues):
 
     def format_manual(self) -> str:
         """The docstring, then the flags by group with their defaults."""
-        state = self._command
-        lines = [state["manual"], ""]
-        for heading, names in state["groups"]:
-            if not names:
-                continue
-            lines.append(f"{heading or 'Flags'}:")
-            for name in names:
-                lines += self._describe(self[name], name in state["required"])
-            lines.append("")
+        lines = [self._manual, ""]
+        for heading, entries in self._groups:
+            if entries:
+                lines.append(f"{heading}:")
+                for name, entry in entries.items():
+                    lines += self._describe(self[name], entry)
+                lines.append("")
         lines += [
             "For every command:",
-            "  --flagfile=FILE  reads flags from a file, one a line",
+            "  --flagfile=FILE   reads flags from a file, one a line",
             "  --debug_log=FILE  appends the traceback of an error to this file",
-            "  --help  prints this manual",
+            "  --help            prints this manual",
         ]
         return "\n".join(lines)
 
-    def _note(self, name: str, required: bool) -> None:
-        state = self._command
-        state["groups"][-1][1].append(name)
-        if required:
-            state["required"].append(name)
+    def _note(self, name: str, help: str, expected: str, is_required: bool) -> None:
+        self._groups[-1][1][name] = _Entry(help, expected, is_required)
 
-    def _describe(self, flag: absl_flags.Flag, required: bool) -> list[str]:
+    def _entries(self) -> dict[str, _Entry]:
+        return {name: entry for _, group in self._groups for name, entry in group.items()}
+
+    def _describe(self, flag: absl_flags.Flag, entry: _Entry) -> list[str]:
         head = f"  --[no]{flag.name}" if flag.boolean else f"  --{flag.name}"
-        values = getattr(flag.parser, "enum_values", None)
-        if values:
+        if values := getattr(flag.parser, "enum_values", None):
             head += f"={'|'.join(values)}"
-        if required:
-            note = " (required)"
-        elif flag.default is None or flag.default == []:
-            note = ""
-        else:
-            note = f" (default: {flag.default_as_str.strip(chr(39))})"
-        indent = " " * 6
-        return [
-            head + note,
-            *textwrap.wrap(flag.help, 90, initial_indent=indent, subsequent_indent=indent),
-        ]
+        if entry.is_required:
+            head += " (required)"
+        elif flag.default not in (None, "", []):
+            head += f" (default: {flag.default_as_str.strip(chr(39))})"
+        margin = " " * 6
+        text = textwrap.wrap(entry.help, 94, initial_indent=margin, subsequent_indent=margin)
+        return [head, *text]
 
     def _unknown_flag(self, name: str) -> UserError:
         known = sorted(name for name in self if len(name) > 1)
@@ -246,8 +257,28 @@ class Flags(absl_flags.FlagValues):
         hint = f"Did you mean --{near[0]}?" if near else f"Known: --{', --'.join(known)}."
         return UserError(f"Unknown flag --{name}.", hint, self._see_help())
 
+    def _bad_value(self, error: absl_flags.IllegalFlagValueError) -> UserError:
+        # absl's text: "flag --NAME=VALUE: reason", the reason in Python's words.
+        match = re.match(r"flag --(\w+)=(.*?): ", str(error), re.DOTALL)
+        entry = self._entries().get(match[1]) if match else None
+        if match is None or entry is None:
+            return UserError(f"{error}.", todo=self._see_help())
+        return UserError(
+            f"--{match[1]}={match[2]!r} cannot be read.",
+            f"Expected {entry.expected}.",
+            self._see_help(),
+        )
+
     def _see_help(self) -> str:
         return f"`python -m {self.command_name} --help` prints the manual."
+
+
+def _within(lower: float | None, upper: float | None) -> str:
+    if lower is not None and upper is not None:
+        return f" from {lower:g} to {upper:g}"
+    if lower is not None:
+        return f" of at least {lower:g}"
+    return f" of at most {upper:g}" if upper is not None else ""
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -414,11 +445,6 @@ def _origin(error: BaseException) -> str:
     if not frames:
         return "no traceback"
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
-
-
-def _sentence(text: str) -> str:
-    text = " ".join(text.split())
-    return text if text.endswith(".") else text + "."
 
 
 def _plain(value: Any) -> Any:
