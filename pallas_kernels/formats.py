@@ -12,6 +12,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _ALIASES = {
     "f32": "float32",
@@ -29,11 +30,16 @@ _SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float8_e4m3fn
 _MANTISSA = {"float32": 23, "bfloat16": 7, "float16": 10, "float8_e4m3fn": 3}
 _MIN_NORMAL_EXPONENT = {"float16": -14, "float8_e4m3fn": -6}
 _MAX = {"float16": 65504.0, "float8_e4m3fn": 448.0}
+# Scales outside would overflow, or be flushed to zero, as float32 constants.
+_SCALE_MIN, _SCALE_MAX = 2.0**-100, 2.0**100
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How one tensor is rounded: x -> round(x * scale) / scale on the grid of `dtype`.
+    """How one tensor is rounded: x -> round(x * scale) * (1 / scale) on the grid of `dtype`.
+
+    The reciprocal is float32's: XLA turns a division by a constant into this product, so that
+    only the product has the same bits with and without jit.
 
     `mantissa_bits=N` (1..22) instead keeps N explicit mantissa bits with float32's exponent range.
     float8_e4m3fn saturates at +-448 (as CUDA's `satfinite` casts do); float16 overflows to inf.
@@ -46,11 +52,18 @@ class Format:
     def __post_init__(self) -> None:
         if self.dtype not in _MANTISSA:
             raise ValueError(f"Format: dtype={self.dtype!r} is not one of {sorted(_MANTISSA)}.")
-        if not (self.scale > 0 and self.scale < float("inf")):
-            raise ValueError(f"Format: scale={self.scale!r} must be a finite positive number.")
+        if not _SCALE_MIN <= self.scale <= _SCALE_MAX:
+            raise ValueError(
+                f"Format: scale={self.scale!r} is not between {_SCALE_MIN:g} and {_SCALE_MAX:g}."
+            )
+        if self.dtype == "float32" and self.scale != 1.0:
+            raise ValueError(f"Format: scale={self.scale!r} on float32 rounds nothing; it is 1.")
         if self.mantissa_bits is not None:
-            if self.dtype != "float32" or self.scale != 1.0:
-                raise ValueError("Format: mantissa_bits goes with dtype float32 and scale 1 only.")
+            if self.dtype != "float32":
+                raise ValueError(
+                    f"Format: mantissa_bits={self.mantissa_bits} goes with float32, not"
+                    f" {self.dtype}."
+                )
             if not 1 <= self.mantissa_bits <= 22:
                 raise ValueError(f"Format: mantissa_bits={self.mantissa_bits} is not in 1..22.")
 
@@ -66,20 +79,29 @@ class Format:
                 " *SCALE (fp8*448), or mN for N mantissa bits (m7)."
             )
         try:
-            return cls(_ALIASES[name], float(scale) if star else 1.0)
-        except ValueError as error:
-            raise ValueError(f"format {text!r}: {error}") from None
+            factor = float(scale) if star else 1.0
+        except ValueError:
+            raise ValueError(f"format {text!r}: scale {scale!r} is not a number.") from None
+        return cls(_ALIASES[name], factor)
 
     def __str__(self) -> str:
         if self.mantissa_bits is not None:
             return f"m{self.mantissa_bits}"
-        scale = "" if self.scale == 1.0 else f"*{self.scale:g}"
-        return _SHORT[self.dtype] + scale
+        if self.scale == 1.0:
+            return _SHORT[self.dtype]
+        short = f"{self.scale:g}"  # 448, not 448.0
+        scale = short if float(short) == self.scale else repr(self.scale)
+        return f"{_SHORT[self.dtype]}*{scale}"
 
     @property
     def is_exact(self) -> bool:
         """Whether rounding to it changes no float32 value."""
-        return self.dtype == "float32" and self.mantissa_bits is None and self.scale == 1.0
+        return self.dtype == "float32" and self.mantissa_bits is None
+
+    @property
+    def reciprocal(self) -> float:
+        """1 / scale as float32."""
+        return float(np.float32(1.0) / np.float32(self.scale))
 
     @property
     def storage_dtype(self) -> jnp.dtype:
@@ -108,7 +130,7 @@ def round_to(x: jax.Array, fmt: Format) -> jax.Array:
         y = _round_narrow(y, fmt.dtype)
     else:
         y = jax.lax.reduce_precision(y, 8, _MANTISSA[fmt.dtype])
-    return y if fmt.scale == 1.0 else y / jnp.float32(fmt.scale)
+    return y if fmt.scale == 1.0 else y * jnp.float32(fmt.reciprocal)
 
 
 def store(x: jax.Array, fmt: Format) -> jax.Array:
