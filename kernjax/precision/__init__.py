@@ -4,6 +4,9 @@ from kernjax.precision.fields import FIELDS as FIELDS
 from kernjax.precision.fields import KVCacheFormats as KVCacheFormats
 from kernjax.precision.fields import LayerPolicy as LayerPolicy
 from kernjax.precision.grammar import parse_policy as parse_policy
+from kernjax.precision.lenses import delta as delta
+from kernjax.precision.lenses import isolated as isolated
+from kernjax.precision.lenses import twin as twin
 from kernjax.precision.named import describe as describe
 from kernjax.precision.named import policy_names as policy_names
 from kernjax.precision.policy import Change as Change

@@ -23,7 +23,7 @@ _GRAMMAR = "A policy is NAME[,field=value[@layers=3,5-7]]..., e.g. bf16,attentio
 def parse_policy(text: str) -> Policy:
     """The policy that `text` describes; UserError for anything else."""
     # A comma before a digit belongs to a list of layers: names of fields start with a letter.
-    name, *parts = re.split(r",(?!\d)", text.strip())
+    name, *parts = re.split(r",(?!\s*\d)", text.strip())
     if not name or "=" in name:
         raise UserError(f"Policy {text!r} does not start with a name.", _GRAMMAR)
     base = named_policy(name.strip())
@@ -50,8 +50,9 @@ def parse_setting(text: str) -> Setting:
     try:
         return Setting(name, leaf.parse(value), spans)
     except ValueError as error:
-        raise UserError(f"Policy setting {text!r}: {value!r} is no value of {name}: {error}.") \
-            from None
+        raise UserError(
+            f"Policy setting {text!r}: {value!r} is no value of {name}: {error}."
+        ) from None
 
 
 def check_settings(settings: Iterable[Setting], base: Policy) -> None:
@@ -79,7 +80,7 @@ def _parse_layers(text: str, layers: str) -> tuple[Span, ...]:
     key, _, numbers = layers.partition("=")
     spans: list[Span] = []
     for part in numbers.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        match = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if key.strip() != "layers" or first > last:
             raise UserError(

@@ -5,7 +5,9 @@
     base = "bf16"                  the policy it changes; left out: all float32
     complete = true                a whole engine's precision, not a change to judge
     [fields]
-    attention.p = "fp8*448"        as after --policy=NAME, ; may end in @layers=...
+    attention.p = "fp8*448"        field = value, as after --policy=NAME
+
+A value may end in @layers=3,5-7, and is then written as a string.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kernjax.base.errors import UserError
 from kernjax.precision import sites
-from kernjax.precision.fields import FIELDS, LayerPolicy, Value, field, nearest, show
+from kernjax.precision.fields import FIELDS, LayerPolicy, Value, field, show
 
 Span = tuple[int, int]  # first and last layer, both included
 
@@ -177,7 +177,7 @@ class Policy(LayerPolicy):
 def apply(settings: Iterable[Setting], base: Policy) -> Policy:
     """`base` with the settings made; one it already has is no error here (composition is free).
 
-    ValueError or UserError where a value is refused by the record.
+    UserError for a field that does not exist, ValueError for a value its record refuses.
     """
     policy = base
     for setting in settings:
@@ -192,6 +192,3 @@ def apply(settings: Iterable[Setting], base: Policy) -> Policy:
 def diff(a: Policy, b: Policy) -> list[Change]:
     """Where two policies differ, in reading order."""
     return a.diff(b)
-
-
-__all__ = ["Change", "Policy", "Setting", "Span", "apply", "diff", "nearest"]
