@@ -210,7 +210,7 @@ def _die_on_second_interrupt() -> None:
 def _valid_code(code: Any) -> int:
     if isinstance(code, str):
         sys.stderr.write(code.rstrip("\n") + "\n")
-    return code if code in (0, 1, 2, 3) and not isinstance(code, bool) else EXIT_COULD_NOT_JUDGE
+    return int(code) if code in (0, 1, 2, 3) else EXIT_COULD_NOT_JUDGE
 
 
 def _first_line(error: BaseException) -> str:
