@@ -1,0 +1,244 @@
+"""The decoder's parameters, described once and abstractly; everything else is a map over this.
+
+`abstract_params(config)` is a nested dict of `ParamSpec`: loading, sharding, random initialisation,
+saving and planning walk it, so that no shape is written down twice and nothing is materialised to
+know one. Layers of one kind are stacked on a leading axis, in the order they occur, so that the
+decoder can scan them. A kind that does not occur has no subtree.
+
+Dimensions: D hidden, F intermediate, N/G query/key-value heads of dim H, Hk/Hv key/value heads of
+the delta rule of dims K/V, C = 2*Hk*K + Hv*V channels (q, k, v in this order). Matrices are stored
+[in, out], so that a projection is x @ w.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike
+
+from kernjax.base.errors import UserError
+from kernjax.model.config import ModelConfig
+
+LeafPath: TypeAlias = tuple[str, ...]
+Initializer: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+DTYPES: dict[str, np.dtype] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+
+
+def weight_dtype(dtype: str | DTypeLike) -> np.dtype:
+    """`dtype` as one that weights can be held in; UserError for any other."""
+    result = DTYPES.get(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    if result is None or result not in DTYPES.values():
+        raise UserError(f"Weights cannot be held as {dtype!r}.", f"Known: {', '.join(DTYPES)}.")
+    return result
+
+
+def _fan_in(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Matrices [..., in, out]: outputs of unit variance for inputs of unit variance."""
+    return rng.standard_normal(shape, dtype=np.float32) * shape[-2] ** -0.5
+
+
+def _embedding(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """[vocab, D]: tied logits of unit variance."""
+    return rng.standard_normal(shape, dtype=np.float32) * shape[-1] ** -0.5
+
+
+def _near_zero(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Zero-centred norm weights (the norm multiplies by 1 + w); not 0, so that w is exercised."""
+    return rng.standard_normal(shape, dtype=np.float32) * 0.1
+
+
+def _near_one(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Plain norm weights."""
+    return 1 + rng.standard_normal(shape, dtype=np.float32) * 0.1
+
+
+def _depthwise(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """[..., C, taps]: uniform within 1/sqrt(taps), torch's initialisation of a depthwise conv."""
+    bound = shape[-1] ** -0.5
+    return rng.uniform(-bound, bound, shape).astype(np.float32)
+
+
+def _log_decay(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """A_log = log A with A uniform in 1..16 (Mamba-2's initialisation)."""
+    return np.log(rng.uniform(1, 16, shape)).astype(np.float32)
+
+
+def _step_bias(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """softplus^-1 of steps log-uniform in 0.001..0.1 (Mamba-2's initialisation)."""
+    step = np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), shape))
+    return (step + np.log(-np.expm1(-step))).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter without its values.
+
+    `axes` names each axis for the sharding rules (None: never sharded). `units` counts each axis in
+    what may not be split: heads where the axis is heads * dim, elements elsewhere. `keep_float32`:
+    held in float32 whatever the checkpoint's dtype (norms, A_log, dt_bias: they enter float32
+    arithmetic and are small).
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    units: tuple[int, ...]
+    initializer: Initializer
+    keep_float32: bool = False
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def dtype(self, default: DTypeLike) -> np.dtype:
+        """The dtype this parameter has in a model whose weights are `default`."""
+        return DTYPES["float32"] if self.keep_float32 else np.dtype(default)
+
+
+def abstract_params(config: ModelConfig) -> dict[str, Any]:
+    """The parameter tree of `config` with `ParamSpec` leaves."""
+    vocab, embed = (config.vocab_size, "vocab"), (config.hidden_size, "embed")
+    spec = _spec_maker(config)
+    tree: dict[str, Any] = {
+        "embed": spec(vocab, embed, init=_embedding),
+        "final_norm": spec((config.hidden_size, None), init=_near_zero, f32=True),
+    }
+    if not config.tie_word_embeddings:
+        tree["lm_head"] = spec(embed, vocab)
+    if config.linear_layers:
+        tree["linear"] = _linear_layers(config)
+    if config.full_layers:
+        tree["full"] = _full_layers(config)
+    return tree
+
+
+def _spec_maker(config: ModelConfig) -> Callable[..., ParamSpec]:
+    indivisible = {
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "linear_heads": config.linear_value_heads,
+        # q, k and v lie one after another; key heads divide value heads, so what divides the key
+        # heads divides all three.
+        "linear_qkv": config.linear_key_heads,
+    }
+
+    def spec(
+        *dims: tuple[int, str | None], init: Initializer = _fan_in, f32: bool = False
+    ) -> ParamSpec:
+        return ParamSpec(
+            shape=tuple(size for size, _ in dims),
+            axes=tuple(axis for _, axis in dims),
+            units=tuple(indivisible.get(axis or "", size) for size, axis in dims),
+            initializer=init,
+            keep_float32=f32,
+        )
+
+    return spec
+
+
+def _shared_by_layers(config: ModelConfig, layers: tuple[int, str]) -> dict[str, Any]:
+    """What both kinds of layer have: two norms and the gated MLP."""
+    spec = _spec_maker(config)
+    width, embed = (config.hidden_size, None), (config.hidden_size, "embed")
+    mlp = (config.intermediate_size, "mlp")
+    return {
+        "input_norm": spec(layers, width, init=_near_zero, f32=True),
+        "post_norm": spec(layers, width, init=_near_zero, f32=True),
+        "mlp": {
+            "gate": spec(layers, embed, mlp),
+            "up": spec(layers, embed, mlp),
+            "down": spec(layers, mlp, embed),
+        },
+    }
+
+
+def _linear_layers(config: ModelConfig) -> dict[str, Any]:
+    spec = _spec_maker(config)
+    layers, embed = (len(config.linear_layers), "layers"), (config.hidden_size, "embed")
+    qkv, value = (config.conv_channels, "linear_qkv"), (config.value_size, "linear_heads")
+    heads = (config.linear_value_heads, "linear_heads")
+    return _shared_by_layers(config, layers) | {
+        "qkv": spec(layers, embed, qkv),
+        "z": spec(layers, embed, value),
+        "b": spec(layers, embed, heads),
+        "a": spec(layers, embed, heads),
+        "conv": spec(layers, qkv, (config.conv_kernel, None), init=_depthwise),
+        "A_log": spec(layers, heads, init=_log_decay, f32=True),
+        "dt_bias": spec(layers, heads, init=_step_bias, f32=True),
+        "norm": spec(layers, (config.linear_value_dim, None), init=_near_one, f32=True),
+        "out": spec(layers, value, embed),
+    }
+
+
+def _full_layers(config: ModelConfig) -> dict[str, Any]:
+    spec = _spec_maker(config)
+    layers, embed = (len(config.full_layers), "layers"), (config.hidden_size, "embed")
+    heads = (config.num_heads * config.head_dim, "heads")
+    kv_heads = (config.num_kv_heads * config.head_dim, "kv_heads")
+    head_dim = (config.head_dim, None)
+    return _shared_by_layers(config, layers) | {
+        "q": spec(layers, embed, heads),
+        "gate": spec(layers, embed, heads),
+        "k": spec(layers, embed, kv_heads),
+        "v": spec(layers, embed, kv_heads),
+        "q_norm": spec(layers, head_dim, init=_near_zero, f32=True),
+        "k_norm": spec(layers, head_dim, init=_near_zero, f32=True),
+        "o": spec(layers, heads, embed),
+    }
+
+
+def stacked_layers(config: ModelConfig, path: LeafPath) -> tuple[int, ...] | None:
+    """The model's layer numbers along the leading axis of the leaf at `path`; None: no such axis.
+
+    >>> stacked_layers(config, ("full", "q"))    # (3, 7, 11, ...)
+    """
+    return {"linear": config.linear_layers, "full": config.full_layers}.get(path[0])
+
+
+def leaves(tree: Mapping[str, Any], prefix: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]]:
+    """(path, leaf) of a nested dict, in its own order."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, (*prefix, key))
+        else:
+            yield (*prefix, key), value
+
+
+def tree_of(pairs: Iterator[tuple[LeafPath, Any]]) -> dict[str, Any]:
+    """The nested dict that `leaves` would walk as `pairs`."""
+    tree: dict[str, Any] = {}
+    for path, leaf in pairs:
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return tree
+
+
+def random_params(
+    config: ModelConfig, seed: int, dtype: str | DTypeLike = "float32"
+) -> dict[str, Any]:
+    """Random parameters of `config` as jax arrays, matrices in `dtype`; for tests and training.
+
+    Drawn by NumPy, leaf by leaf from (seed, path): the same on every platform and jax version, and
+    one leaf's values do not depend on the others.
+    """
+
+    dtype = weight_dtype(dtype)
+
+    def draw(path: LeafPath, spec: ParamSpec) -> jax.Array:
+        rng = np.random.default_rng([seed, zlib.crc32("/".join(path).encode())])
+        return jnp.asarray(spec.initializer(rng, spec.shape), dtype=spec.dtype(dtype))
+
+    return tree_of((path, draw(path, spec)) for path, spec in leaves(abstract_params(config)))

@@ -1,0 +1,118 @@
+"""Where parameters, caches and batches lie on a mesh: logical axes -> mesh axes, in one table.
+
+To try another placement, change `RULES`; nothing else names a mesh axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from kernjax.base.errors import UserError
+from kernjax.model.config import ModelConfig
+from kernjax.model.params import abstract_params, leaves, tree_of
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+RULES: Mapping[str, str | None] = {
+    "batch": "data",
+    "sequence": None,
+    "layers": None,  # scanned: every device holds its part of every layer
+    "embed": "fsdp",
+    "vocab": "tensor",
+    "mlp": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "linear_heads": "tensor",
+    "linear_qkv": "tensor",
+}
+
+# Replicated where the mesh axis does not divide them: a model has few KV heads, and every query
+# head of a shard needs its own. Any other axis that does not divide is an error.
+REPLICATED_IF_INDIVISIBLE = frozenset({"kv_heads"})
+
+
+def partition_spec(
+    axes: Sequence[str | None],
+    units: Sequence[int],
+    mesh: Mesh,
+    rules: Mapping[str, str | None] = RULES,
+) -> PartitionSpec:
+    """The placement of an array with these logical axes on `mesh`.
+
+    `units`: each axis's length, counted in what may not be split (heads, for heads * dim). A mesh
+    axis that the mesh lacks, or that has size 1, shards nothing. ValueError for an unknown logical
+    axis, and for two axes of one array on the same mesh axis; UserError where it does not divide.
+    """
+    for axis in axes:
+        if axis is not None and axis not in rules:
+            raise ValueError(f"unknown logical axis {axis!r}; known: {', '.join(rules)}")
+    targets = [None if axis is None else rules[axis] for axis in axes]
+    taken = [target for target in targets if target is not None]
+    if len(set(taken)) != len(taken):  # whatever the sizes: a wrong table shows on a laptop too
+        raise ValueError(
+            f"logical axes {tuple(axes)} collide: they map to mesh axes {tuple(targets)}, "
+            "and a mesh axis can shard one axis of an array only"
+        )
+    placement: list[str | None] = []
+    for axis, target, count in zip(axes, targets, units, strict=True):
+        shards = 1 if target is None else mesh.shape.get(target, 1)
+        if count % shards and axis not in REPLICATED_IF_INDIVISIBLE:
+            raise UserError(
+                f"Mesh {format_mesh(mesh)}: {target}={shards} does not divide the model's "
+                f"{count} {axis}.",
+                f"Expected {target} to be a divisor of {count}.",
+                "Choose another --mesh.",
+            )
+        placement.append(target if shards > 1 and count % shards == 0 else None)
+    return PartitionSpec(*placement)
+
+
+def param_shardings(
+    config: ModelConfig, mesh: Mesh, rules: Mapping[str, str | None] = RULES
+) -> dict[str, Any]:
+    """The tree of `abstract_params(config)` with a `NamedSharding` at each leaf."""
+    return tree_of(
+        (path, NamedSharding(mesh, partition_spec(spec.axes, spec.units, mesh, rules)))
+        for path, spec in leaves(abstract_params(config))
+    )
+
+
+def parse_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of `--mesh=data=1,tensor=8` over all devices (of all hosts), axes of type Auto.
+
+    Axes not named have size 1. UserError for unknown, repeated or malformed axes, and where the
+    product of the sizes is not the number of devices.
+    """
+    expected = f"Expected NAME=SIZE[,NAME=SIZE...] with names among {', '.join(MESH_AXES)}."
+    sizes: dict[str, int] = {}
+    for item in text.split(","):
+        name, _, size = item.strip().partition("=")
+        if name not in MESH_AXES:
+            raise UserError(f"--mesh={text}: unknown axis {name!r}.", expected)
+        if name in sizes:
+            raise UserError(f"--mesh={text}: axis {name!r} is given twice.", expected)
+        if not size.isdecimal() or int(size) < 1:
+            raise UserError(f"--mesh={text}: size {size!r} of axis {name!r}.", expected)
+        sizes[name] = int(size)
+    devices = jax.devices() if devices is None else list(devices)
+    wanted = int(np.prod(list(sizes.values())))
+    if wanted != len(devices):
+        raise UserError(
+            f"--mesh={text} needs {wanted} devices, but there are {len(devices)} "
+            f"({devices[0].platform}).",
+            "Expected the product of the axis sizes to be the number of devices.",
+            f"For example --mesh=tensor={len(devices)}.",
+        )
+    shape = tuple(sizes.get(name, 1) for name in MESH_AXES)
+    types = (AxisType.Auto,) * len(MESH_AXES)
+    return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices)
+
+
+def format_mesh(mesh: Mesh) -> str:
+    """`data=1,fsdp=1,tensor=8`: what `parse_mesh` reads."""
+    return ",".join(f"{name}={size}" for name, size in mesh.shape.items())
