@@ -1,0 +1,30 @@
+"""Texts to token segments: manifests, sources, cutting, tokenising, vetting. Imports no jax."""
+
+from kernjax.texts.cutting import Cut as Cut
+from kernjax.texts.cutting import Group as Group
+from kernjax.texts.cutting import cut_segments as cut_segments
+from kernjax.texts.fetching import Fetched as Fetched
+from kernjax.texts.fetching import fetch_all as fetch_all
+from kernjax.texts.loading import load_corpus as load_corpus
+from kernjax.texts.manifest import Manifest as Manifest
+from kernjax.texts.manifest import find_manifest as find_manifest
+from kernjax.texts.manifest import known_corpora as known_corpora
+from kernjax.texts.manifest import read_manifest as read_manifest
+from kernjax.texts.prompts import Prompt as Prompt
+from kernjax.texts.prompts import check_lengths as check_lengths
+from kernjax.texts.prompts import read_prompts as read_prompts
+from kernjax.texts.segments import Corpus as Corpus
+from kernjax.texts.segments import Segment as Segment
+from kernjax.texts.segments import corpus_sha256 as corpus_sha256
+from kernjax.texts.sources import Mirror as Mirror
+from kernjax.texts.sources import Source as Source
+from kernjax.texts.sources import default_cache_dir as default_cache_dir
+from kernjax.texts.sources import locate as locate
+from kernjax.texts.sources import read_text as read_text
+from kernjax.texts.tokenizing import Tokenizer as Tokenizer
+from kernjax.texts.tokenizing import load_tokenizer as load_tokenizer
+from kernjax.texts.vetting import Profile as Profile
+from kernjax.texts.vetting import Remark as Remark
+from kernjax.texts.vetting import vet_recording as vet_recording
+from kernjax.texts.vetting import vet_tokens as vet_tokens
+from kernjax.texts.writing import write_corpus as write_corpus
