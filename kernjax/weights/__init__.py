@@ -1,6 +1,7 @@
 """Checkpoints: HF safetensors to sharded arrays and back, sharding rules, identities."""
 
 from kernjax.weights.identity import weights_sha256 as weights_sha256
+from kernjax.weights.load import load_model as load_model
 from kernjax.weights.load import load_params as load_params
 from kernjax.weights.match import text_tensors as text_tensors
 from kernjax.weights.safetensors_files import open_checkpoint as open_checkpoint

@@ -95,8 +95,9 @@ class HeadPart:
         first = rows.start // self.head_dim
         last = -(-rows.stop // self.head_dim)
         block = self._heads(hf)[first:last, :, columns]
+        block = block.reshape((last - first) * self.head_dim, block.shape[-1])
         offset = first * self.head_dim
-        block = block.reshape(-1, block.shape[-1])[rows.start - offset : rows.stop - offset]
+        block = block[rows.start - offset : rows.stop - offset]
         return block.T
 
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import DTypeLike
 from tqdm import tqdm
 
+from kernjax.model import Decoder
 from kernjax.model.config import ModelConfig
 from kernjax.model.params import tree_of, weight_dtype
 from kernjax.weights.match import text_tensors
@@ -164,3 +165,16 @@ def _load_leaf(
         stack = insert(stack, layer, at)
         done(part)
     return stack
+
+
+def load_model(
+    directory: str | Path,
+    *,
+    dtype: str | DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    progress: bool = False,
+) -> Decoder:
+    """The decoder of an HF directory: its own config.json, and `load_params`."""
+    config = ModelConfig.from_directory(directory)
+    params = load_params(directory, config, dtype=dtype, mesh=mesh, progress=progress)
+    return Decoder(config, params)

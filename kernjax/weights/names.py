@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kernjax.model.config import ModelConfig
-from kernjax.model.params import ParamSpec, LeafPath, abstract_params, leaves, stacked_layers
+from kernjax.model.params import LeafPath, ParamSpec, abstract_params, leaves, stacked_layers
 from kernjax.weights.layouts import AsIs, Depthwise, HeadPart, Layout, Transposed
 
 LM_HEAD = "lm_head.weight"
@@ -112,9 +112,9 @@ class Prefix(NamedTuple):
 
     def canonical(self, name: str) -> str | None:
         """The canonical name of a file's tensor; None where the prefix does not fit."""
-        if name == self.head + LM_HEAD:
-            return LM_HEAD
-        return name.removeprefix(self.body) if name.startswith(self.body) else None
+        head = name.removeprefix(self.head)
+        short = head if head == LM_HEAD else name.removeprefix(self.body)
+        return short if self.full(short) == name else None
 
 
 # Published files and a re-saved wrapper; a text-only save; the layout of MLX conversions.
