@@ -1,0 +1,10 @@
+"""The hybrid decoder: config, parameters, cache, forward pass."""
+
+from kernjax.model.cache import Cache as Cache
+from kernjax.model.cache import init_cache as init_cache
+from kernjax.model.config import ModelConfig as ModelConfig
+from kernjax.model.decoder import Decoder as Decoder
+from kernjax.model.decoder import forward as forward
+from kernjax.model.decoder import logits as logits
+from kernjax.model.execution import Execution as Execution
+from kernjax.model.execution import plan_execution as plan_execution

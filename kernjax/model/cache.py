@@ -1,0 +1,56 @@
+"""What a hybrid keeps between calls: keys and values, recurrent state, convolution window."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kernjax.model.config import ModelConfig
+from kernjax.model.execution import Execution
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Cache:
+    """State of B sequences after `length` tokens; the leading axis runs over layers of one kind.
+
+    - keys, values: [full layers, B, S, G, H] in the KV cache's storage dtype, S the capacity;
+      slots from `length` on are undefined.
+    - conv: [linear layers, B, conv_kernel - 1, C], the last inputs of the causal convolution.
+    - state: [linear layers, B, Hv, K, V] float32, already rounded to the state's format.
+    - length: int32 [], tokens seen; the same for all rows (a batch holds one depth).
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    conv: jax.Array
+    state: jax.Array
+    length: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2]
+
+
+def init_cache(config: ModelConfig, execution: Execution, batch: int, capacity: int) -> Cache:
+    """An empty cache for `batch` sequences of at most `capacity` tokens."""
+    full = config.layer_types.count("full_attention")
+    linear = config.layer_types.count("linear_attention")
+    kv_shape = (full, batch, capacity, config.num_kv_heads, config.head_dim)
+    channels = (
+        2 * config.linear_key_heads * config.linear_key_dim
+        + config.linear_value_heads * config.linear_value_dim
+    )
+    state_shape = (config.linear_value_heads, config.linear_key_dim, config.linear_value_dim)
+    return Cache(
+        keys=jnp.zeros(kv_shape, execution.container(lambda policy: policy.kv_cache.k)),
+        values=jnp.zeros(kv_shape, execution.container(lambda policy: policy.kv_cache.v)),
+        conv=jnp.zeros(
+            (linear, batch, config.conv_kernel - 1, channels),
+            execution.container(lambda policy: policy.activations),
+        ),
+        state=jnp.zeros((linear, batch, *state_shape), jnp.float32),
+        length=jnp.zeros((), jnp.int32),
+    )

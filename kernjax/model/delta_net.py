@@ -1,0 +1,150 @@
+"""The Gated DeltaNet layer (transformers: `Qwen3_5GatedDeltaNet`; rule: arXiv 2412.06464).
+
+    qkv, z, b, a = x W                       conv over qkv, kernel 4, causal, then silu
+    q, k = l2norm(q), l2norm(k)              q * K^-0.5 inside the rule
+    beta = sigmoid(b)    g = -exp(A_log) * softplus(a + dt_bias)
+    S = exp(g) S;  S += k ((v - k^T S) beta)^T;  o = q^T S
+    y = W_out (rmsnorm(o) * w * silu(z))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kernjax.model.config import ModelConfig
+from kernjax.model.execution import LayerPlan
+from kernjax.model.layers import (
+    gated_mlp,
+    l2_normalised,
+    linear,
+    normalised,
+    rms_norm,
+    rounder,
+    silu,
+)
+from kernjax.precision import LayerPolicy
+from pallas_kernels.formats import round_to, store
+
+
+class MLP(nnx.Module):
+    """Weights of the gated MLP: gate and up [D, F], down [F, D] (a leading axis when stacked)."""
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        self.gate = nnx.Param(params["gate"])
+        self.up = nnx.Param(params["up"])
+        self.down = nnx.Param(params["down"])
+
+    def __call__(self, x: jax.Array, policy: LayerPolicy) -> jax.Array:
+        return gated_mlp(x, self.gate[...], self.up[...], self.down[...], policy)
+
+
+class DeltaNetLayer(nnx.Module):
+    """Parameters of one GDN layer, or of a stack of them (leading axis), named as in `params.py`."""
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        self.input_norm = nnx.Param(params["input_norm"])
+        self.post_norm = nnx.Param(params["post_norm"])
+        self.mlp = MLP(params["mlp"])
+        self.qkv = nnx.Param(params["qkv"])
+        self.z = nnx.Param(params["z"])
+        self.b = nnx.Param(params["b"])
+        self.a = nnx.Param(params["a"])
+        self.conv = nnx.Param(params["conv"])
+        self.A_log = nnx.Param(params["A_log"])
+        self.dt_bias = nnx.Param(params["dt_bias"])
+        self.norm = nnx.Param(params["norm"])
+        self.out = nnx.Param(params["out"])
+
+    def __call__(
+        self,
+        x: jax.Array,
+        conv: jax.Array,
+        state: jax.Array,
+        count: jax.Array,
+        plan: LayerPlan,
+        config: ModelConfig,
+        decode: bool,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Mixer and MLP with their residuals.
+
+        x [B, T, D], conv [B, kernel - 1, C], state [B, Hv, K, V], count int32 []: tokens of x that
+        are real; the rest is padding and touches neither window nor state. Returns the new x,
+        conv and state.
+        """
+        policy, r = plan.policy, rounder(plan.policy)
+        hidden = rms_norm(x, self.input_norm[...], config.rms_norm_eps, policy)
+        mixed, conv, state = self.mixer(hidden, conv, state, count, plan, config, decode)
+        x = r(x.astype(jnp.float32) + mixed.astype(jnp.float32))
+        hidden = rms_norm(x, self.post_norm[...], config.rms_norm_eps, policy)
+        return x + self.mlp(hidden, policy).astype(jnp.float32), conv, state
+
+    def mixer(
+        self,
+        x: jax.Array,
+        conv: jax.Array,
+        state: jax.Array,
+        count: jax.Array,
+        plan: LayerPlan,
+        config: ModelConfig,
+        decode: bool,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The token mixer alone, on normed x; shapes as in `__call__`."""
+        policy, r = plan.policy, rounder(plan.policy)
+        key_heads, value_heads = config.linear_key_heads, config.linear_value_heads
+        key_dim, value_dim = config.linear_key_dim, config.linear_value_dim
+        batch, time, _ = x.shape
+
+        z = linear(x, self.z[...], policy)
+        b = linear(x, self.b[...], policy)
+        a = linear(x, self.a[...], policy)
+        qkv, conv = causal_conv(
+            linear(x, self.qkv[...], policy), conv, self.conv[...], count, policy
+        )
+        widths = (key_heads * key_dim, 2 * key_heads * key_dim)
+        q, k, v = jnp.split(qkv, widths, axis=-1)
+        q = store(l2_normalised(q.reshape(batch, time, key_heads, key_dim)), policy.qk)
+        k = store(l2_normalised(k.reshape(batch, time, key_heads, key_dim)), policy.qk)
+        v = v.reshape(batch, time, value_heads, value_dim)
+        beta = jax.nn.sigmoid(b.astype(jnp.float32))
+        g = log_decay(a, self.A_log[...], self.dt_bias[...])
+
+        rule = plan.op("delta_rule.recurrent" if decode else "delta_rule.chunked")
+        o, state = rule(q, k, v, g, beta, state, lengths=jnp.full((batch,), count, jnp.int32), formats=policy.delta_rule)
+
+        o = r(normalised(r(o), config.rms_norm_eps)) * self.norm[...].astype(jnp.float32)
+        # The checkpoint's norm weight is in the model's dtype, so the product is rounded as well.
+        gate = silu(z.astype(jnp.float32)).reshape(o.shape)
+        o = store(r(o) * gate, policy.activations).reshape(batch, time, -1)
+        return linear(o, self.out[...], policy), conv, state
+
+
+def log_decay(a: jax.Array, a_log: jax.Array, dt_bias: jax.Array) -> jax.Array:
+    """g = -exp(A_log) * softplus(a + dt_bias), float32 [B, T, Hv]; softplus linear above 20."""
+    shifted = a.astype(jnp.float32) + dt_bias.astype(jnp.float32)
+    # torch's softplus: its threshold keeps exp from overflowing and is part of the definition.
+    softplus = jnp.where(shifted > 20.0, shifted, jnp.log1p(jnp.exp(jnp.minimum(shifted, 20.0))))
+    return -jnp.exp(a_log.astype(jnp.float32)) * softplus
+
+
+def causal_conv(
+    x: jax.Array, window: jax.Array, weight: jax.Array, count: jax.Array, policy: LayerPolicy
+) -> tuple[jax.Array, jax.Array]:
+    """Depthwise causal convolution and silu; x [B, T, C], weight [C, kernel].
+
+    `window` [B, kernel - 1, C] holds the inputs before x; the returned one holds the last real
+    inputs (`count` int32 []), so that padding never enters the next call.
+    """
+    time, kernel = x.shape[1], weight.shape[-1]
+    inputs = jnp.concatenate([window.astype(jnp.float32), x.astype(jnp.float32)], axis=1)
+    taps = weight.astype(jnp.float32)
+    y = sum(
+        inputs[:, tap : tap + time] * taps[:, tap] for tap in range(kernel)
+    )
+    y = store(silu(round_to(y, policy.conv)), policy.conv)
+    new_window = jax.lax.dynamic_slice_in_dim(inputs, count, kernel - 1, axis=1)
+    return y, new_window.astype(window.dtype)

@@ -1,0 +1,59 @@
+"""What runs at each layer: the policy's formats there and the function that computes each op."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from kernjax.precision import LayerPolicy, Policy
+from pallas_kernels.formats import Format
+from pallas_kernels.ops import OPS
+
+Op = Callable[..., jax.Array | tuple[jax.Array, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """One layer's formats, and plug-ins in place of ops; equal plans compile once."""
+
+    policy: LayerPolicy
+    kernels: tuple[tuple[str, Op], ...] = ()
+
+    def op(self, name: str) -> Op:
+        """The function that computes op `name` at this layer, called with the public signature."""
+        if (kernel := dict(self.kernels).get(name)) is not None:
+            return kernel
+        return functools.partial(OPS[name], implementation=self.policy.implementation(name))
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """A plan for every layer, static under jit; `top` governs embedding, final norm and logits."""
+
+    top: LayerPolicy
+    layers: tuple[LayerPlan, ...]
+
+    def container(self, site: Callable[[LayerPolicy], Format]) -> jnp.dtype:
+        """One dtype that holds `site` at every layer: the common storage dtype, else float32."""
+        dtypes = {site(policy).storage_dtype for policy in self._policies()}
+        return dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
+
+    def _policies(self) -> list[LayerPolicy]:
+        return [self.top, *(plan.policy for plan in self.layers)]
+
+
+def plan_execution(
+    policy: Policy, num_layers: int, kernels: Mapping[str, Op] | None = None
+) -> Execution:
+    """The execution of `policy` on a model of `num_layers`, with plug-ins in place of named ops.
+
+    `kernels` maps an op's name (`attention.prefill`, ...) to a function of the op's public
+    signature; the others come from `pallas_kernels`, where the policy names an implementation.
+    """
+    plugged = tuple(sorted((kernels or {}).items(), key=lambda item: item[0]))
+    layers = tuple(LayerPlan(policy.for_layer(index), plugged) for index in range(num_layers))
+    return Execution(policy.without_overrides(), layers)

@@ -1,0 +1,98 @@
+"""The pieces both kinds of layer share: projections, norms, rotary embedding, gated MLP.
+
+Every function computes in float32 and rounds where transformers' `modeling_qwen3_5.py` leaves a
+value in the model's dtype; a policy with float32 activations makes all of these exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from kernjax.precision import LayerPolicy
+from pallas_kernels.formats import BF16, round_to, store
+
+
+def linear(x: jax.Array, weight: jax.Array, policy: LayerPolicy) -> jax.Array:
+    """x [..., D] @ weight [D, F], accumulated in float32, stored as activations [..., F]."""
+    return store(dot(x, weight, policy), policy.activations)
+
+
+def dot(x: jax.Array, weight: jax.Array, policy: LayerPolicy) -> jax.Array:
+    """x [..., D] @ weight [D, F] -> float32 [..., F], not rounded."""
+    if policy.dot == "default":
+        # What one pass of a TPU's matrix unit does to float32 operands.
+        x, weight = store(x, BF16), store(weight, BF16)
+    if x.dtype != weight.dtype or x.dtype.itemsize < 2:
+        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(
+        "...d,df->...f", x, weight, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, policy: LayerPolicy) -> jax.Array:
+    """Zero-centred RMSNorm over the last axis: x / rms(x) * (1 + weight), stored once."""
+    return store(normalised(x, eps) * (1.0 + weight.astype(jnp.float32)), policy.activations)
+
+
+def normalised(x: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) over the last axis, float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
+def l2_normalised(x: jax.Array, eps: float = 1e-6) -> jax.Array:
+    """x / sqrt(sum(x^2) + eps) over the last axis, float32 (transformers' `l2norm`)."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
+def silu(x: jax.Array) -> jax.Array:
+    return x * jax.nn.sigmoid(x)
+
+
+def gated_mlp(
+    x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, policy: LayerPolicy
+) -> jax.Array:
+    """SwiGLU: down(silu(gate(x)) * up(x)); x [B, T, D], gate and up [D, F], down [F, D]."""
+    r = rounder(policy)
+    hidden = r(silu(linear(x, gate, policy).astype(jnp.float32)))
+    hidden = store(hidden * linear(x, up, policy).astype(jnp.float32), policy.activations)
+    return linear(hidden, down, policy)
+
+
+def rounder(policy: LayerPolicy) -> Callable[[jax.Array], jax.Array]:
+    """Rounds an intermediate to the activations' grid and leaves it in float32."""
+    return lambda x: round_to(x, policy.activations)
+
+
+def rotary_angles(positions: jax.Array, rotary_dim: int, theta: float) -> jax.Array:
+    """Phases float32 [..., rotary_dim // 2] of int positions [...]: pos * theta^(-2i/rotary_dim).
+
+    Positions become float32 before the product, as in transformers; text positions make the
+    checkpoint's interleaved mrope identical to this.
+    """
+    exponent = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
+    return positions.astype(jnp.float32)[..., None] * (1.0 / jnp.float32(theta) ** exponent)
+
+
+def rotate(x: jax.Array, angles: jax.Array, policy: LayerPolicy) -> jax.Array:
+    """Rotates the first 2 * angles.shape[-1] features of x [B, T, heads, H] (halves paired).
+
+    cos, sin, both products and their sum are rounded to the activations' format, which is what
+    transformers' `apply_rotary_pos_emb` does in the model's dtype.
+    """
+    r = rounder(policy)
+    cos, sin = r(jnp.cos(angles))[:, :, None, :], r(jnp.sin(angles))[:, :, None, :]
+    half = angles.shape[-1]
+    x = x.astype(jnp.float32)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = (
+        r(r(first * cos) + r(-second * sin)),
+        r(r(second * cos) + r(first * sin)),
+        rest,
+    )
+    return store(jnp.concatenate(turned, axis=-1), policy.activations)

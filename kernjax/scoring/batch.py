@@ -1,0 +1,195 @@
+"""Scores a batch of segments of one depth: prefill windows, then a compiled scan over decode.
+
+Nothing of size [context, vocab] exists at any time: logits are made for the scored positions of
+one window, or for one decode step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kernjax.model import Cache, Decoder, Execution, forward, init_cache, logits
+from kernjax.scoring.positions import DECODE, PREFILL, RESCORE
+from kernjax.scoring.rows import TOP_K, score_rows
+from kernjax.scoring.sketch import sketch
+
+_CAPACITY_STEP = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPlan:
+    """What to score in one segment, and at which ids.
+
+    `prefill` int32 [P]: prompt positions. `rescore`: whether the decoded tokens are scored again
+    by one prefill call. `top_ids` int32 [rows, 20] in row order (prefill, decode, rescore), or
+    None where the segment's own top 20 are taken (a reference).
+    """
+
+    prefill: np.ndarray
+    rescore: bool = False
+    top_ids: np.ndarray | None = None
+
+
+class Scorer:
+    """A model, an execution and the compiled functions that score batches with them.
+
+    `hidden=True` adds per-layer sketches of the residual stream to every row.
+    """
+
+    def __init__(
+        self, decoder: Decoder, execution: Execution, window: int, *, hidden: bool = False
+    ) -> None:
+        self.config, self.execution, self.window = decoder.config, execution, window
+        self.hidden = hidden
+        graph, self._params = nnx.split(decoder)
+        self._prefill = jax.jit(
+            functools.partial(_prefill_window, graph, execution, hidden), donate_argnums=2
+        )
+        self._decode = jax.jit(functools.partial(_decode_scan, graph, execution, hidden))
+
+    def score(
+        self,
+        tokens: np.ndarray,
+        context_len: int,
+        plans: list[RowPlan],
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> list[dict[str, np.ndarray]]:
+        """Rows of every segment of a batch, as `kernjax.recording` stores them.
+
+        tokens int32 [B, context_len + score_len + 1]; one plan a segment. `progress` is told how
+        many tokens a row of the batch has advanced.
+        """
+        batch, total = tokens.shape
+        score_len = total - 1 - context_len
+        capacity = -(-(context_len + score_len) // _CAPACITY_STEP) * _CAPACITY_STEP
+        cache = init_cache(self.config, self.execution, batch, capacity)
+        parts: list[_Part] = []
+        for start in range(0, context_len, self.window):
+            stop = min(start + self.window, context_len)
+            cache, part = self._score_window(tokens, start, stop, cache, plans)
+            parts.append(part)
+            progress(stop - start)
+        prefix = jax.tree.map(jnp.copy, cache) if any(p.rescore for p in plans) else None
+        parts.append(self._score_decode(tokens, context_len, score_len, cache, plans))
+        progress(score_len)
+        if prefix is not None:
+            parts.append(self._rescore(tokens, context_len, score_len, prefix, plans))
+        return [_collect(parts, row) for row in range(batch)]
+
+    def _score_window(
+        self, tokens: np.ndarray, start: int, stop: int, cache: Cache, plans: list[RowPlan]
+    ) -> tuple[Cache, _Part]:
+        inside = [_inside(plan.prefill, start, stop) for plan in plans]
+        rows = [np.arange(len(plan.prefill))[where] for plan, where in zip(plans, inside, strict=True)]
+        columns = [plan.prefill[where] - start for plan, where in zip(plans, inside, strict=True)]
+        width = max(1, max(map(len, columns)))
+        return self._run_window(tokens, start, stop, cache, plans, columns, rows, width, PREFILL)
+
+    def _rescore(
+        self, tokens: np.ndarray, context_len: int, score_len: int, cache: Cache,
+        plans: list[RowPlan],
+    ) -> _Part:
+        columns = [np.arange(score_len if plan.rescore else 0, dtype=np.int32) for plan in plans]
+        rows = [len(plan.prefill) + score_len + np.arange(len(c)) for plan, c in zip(plans, columns, strict=True)]
+        _, part = self._run_window(
+            tokens, context_len, context_len + score_len, cache, plans, columns, rows, score_len,
+            RESCORE,
+        )
+        return part
+
+    def _run_window(
+        self, tokens, start, stop, cache, plans, columns, rows, width, phase
+    ) -> tuple[Cache, _Part]:
+        padded = np.stack([np.pad(c, (0, width - len(c))).astype(np.int32) for c in columns])
+        targets = np.take_along_axis(tokens[:, start + 1 : stop + 1], padded, axis=1)
+        ids = _ids([(plan.top_ids, r) for plan, r in zip(plans, rows, strict=True)], width)
+        cache, scored = self._prefill(
+            self._params, jnp.asarray(tokens[:, start:stop]), cache, padded, targets, ids
+        )
+        positions = [c + start for c in columns]
+        return cache, _Part(phase, positions, jax.device_get(scored))
+
+    def _score_decode(
+        self, tokens: np.ndarray, context_len: int, score_len: int, cache: Cache,
+        plans: list[RowPlan],
+    ) -> _Part:
+        rows = [len(plan.prefill) + np.arange(score_len) for plan in plans]
+        ids = _ids([(plan.top_ids, r) for plan, r in zip(plans, rows, strict=True)], score_len)
+        scored = self._decode(self._params, jnp.asarray(tokens[:, context_len:]), cache, ids)
+        position = np.arange(context_len, context_len + score_len, dtype=np.int32)
+        return _Part(DECODE, [position] * len(plans), jax.device_get(scored))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Scored rows of one call: per segment its positions; arrays [B, width, ...], width padded."""
+
+    phase: int
+    positions: list[np.ndarray]
+    scored: Mapping[str, np.ndarray]
+
+
+def _prefill_window(graph, execution, hidden, params, tokens, cache, columns, targets, ids):
+    decoder = nnx.merge(graph, params)
+    capture = jnp.arange(tokens.shape[1]) if hidden else None
+    states, cache, captured = forward(decoder, tokens, cache, execution, capture=capture)
+    chosen = jnp.take_along_axis(states, columns[:, :, None], axis=1)
+    scored = score_rows(logits(decoder, chosen, execution), targets, ids)
+    if hidden:
+        at_columns = jnp.take_along_axis(captured, columns[None, :, :, None], axis=2)
+        scored["hidden_sketch"] = sketch(at_columns)
+    return cache, scored
+
+
+def _decode_scan(graph, execution, hidden, params, tokens, cache, ids):
+    """tokens [B, steps + 1] -> rows [B, steps, ...]; the scan is over steps."""
+    decoder = nnx.merge(graph, params)
+    capture = jnp.zeros((1,), jnp.int32) if hidden else None
+
+    def step(cache, inputs):
+        token, target, at = inputs
+        states, cache, captured = forward(
+            decoder, token[:, None], cache, execution, decode=True, capture=capture
+        )
+        scored = score_rows(logits(decoder, states[:, 0], execution), target, at)
+        if hidden:
+            scored["hidden_sketch"] = sketch(captured[:, :, 0])
+        return cache, scored
+
+    by_step = jnp.swapaxes(tokens, 0, 1)
+    ids = None if ids is None else jnp.swapaxes(ids, 0, 1)
+    _, scored = jax.lax.scan(step, cache, (by_step[:-1], by_step[1:], ids))
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), scored)
+
+
+def _inside(positions: np.ndarray, start: int, stop: int) -> np.ndarray:
+    return (positions >= start) & (positions < stop)
+
+
+def _ids(chosen: list[tuple[np.ndarray | None, np.ndarray]], width: int) -> np.ndarray | None:
+    """The reference's ids of the chosen rows, [B, width, 20]; padding repeats ids 0..19."""
+    if chosen[0][0] is None:
+        return None
+    ids = np.tile(np.arange(TOP_K, dtype=np.int32), (len(chosen), width, 1))
+    for batch, (top_ids, rows) in enumerate(chosen):
+        ids[batch, : len(rows)] = top_ids[rows]
+    return ids
+
+
+def _collect(parts: list[_Part], row: int) -> dict[str, np.ndarray]:
+    """One segment's rows, by phase and then position, without the padding."""
+    pieces: dict[str, list[np.ndarray]] = {}
+    for part in parts:
+        count = len(part.positions[row])
+        pieces.setdefault("pos", []).append(part.positions[row].astype(np.int32))
+        pieces.setdefault("phase", []).append(np.full(count, part.phase, np.uint8))
+        for name, values in part.scored.items():
+            pieces.setdefault(name, []).append(values[row, :count])
+    return {name: np.concatenate(values) for name, values in pieces.items()}
