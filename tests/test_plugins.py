@@ -116,6 +116,18 @@ def test_a_kernel_runs_in_place_of_its_op_under_jit(plug_in) -> None:
     check_called({kernel.op: kernel})
 
 
+def test_every_argument_is_passed_every_time(plug_in) -> None:
+    name = plug_in(
+        "from pallas_kernels import delta_rule\n"
+        "def f(q, k, v, g, beta, initial_state, *, lengths, scale, formats):\n"
+        "    assert initial_state is lengths is scale is None, (lengths, scale)\n"
+        "    return delta_rule.chunked(q, k, v, g, beta, formats=formats)\n"
+    )
+    kernel = load_kernel(f"delta_rule.chunked={name}:f")
+    o, state = kernel(*delta_inputs()[:5])
+    assert (o.shape, state.shape) == ((2, 3, 3, 5), (2, 3, 4, 5))
+
+
 def test_kernels_of_one_file_are_equal_and_hashable(plug_in) -> None:
     name = plug_in(PREFILL.format(result="o"))
     first, second = (load_kernel(f"attention.prefill={name}:prefill") for _ in range(2))

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,8 @@ from pallas_kernels.ops import OPS
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A function that computes `op`; called with the op's arguments, less `implementation`.
+    """A function that computes `op`; called with the op's whole signature less `implementation`:
+    arrays by position, every keyword every time, at its public default where the caller left it.
 
     `name` is `module:function` as it was given, `sha256` that of the function's source file.
     Shapes, dtypes and structure of what it returns are checked while it is traced, so that the
@@ -29,18 +30,19 @@ class Kernel:
     name: str
     function: Callable[..., Any]
     sha256: str
-    _calls: list[None] = dataclasses.field(default_factory=list, init=False, compare=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._calls.append(None)
+        _called.add(self)
+        call = signature(self.op).bind(*args, **kwargs)
+        call.apply_defaults()
         try:
-            out = self.function(*args, **kwargs)
+            out = self.function(*call.args, **call.kwargs)
         except UserError:
             raise
         except Exception as error:
             raise UserError(
                 f"Kernel {self.name} for {self.op} raised {one_line(error)}.",
-                f"It was called with {_describe_call(self.op, args, kwargs)}.",
+                f"It was called with {_describe_call(call.arguments)}.",
             ) from error
         shapes, dtypes = expected_output(self.op, *args, **kwargs)
         check_output(self.op, out, shapes, dtypes, name=f"Kernel {self.name}")
@@ -49,11 +51,15 @@ class Kernel:
     @property
     def was_called(self) -> bool:
         """Whether any model was traced through it: what a manifest may claim to have run."""
-        return bool(self._calls)
+        return self in _called
 
     def to_dict(self) -> dict[str, str]:
         """For a manifest: which function, and the hash of the file it came from."""
         return {"name": self.name, "sha256": self.sha256}
+
+
+# Beside the record, not in it: equal kernels share one trace, and so must share the proof of it.
+_called: set[Kernel] = set()
 
 
 def expected_output(op: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -123,7 +129,6 @@ def _describe(value: Any) -> str:
     return f"{jnp.dtype(value.dtype).name}{list(value.shape)}"
 
 
-def _describe_call(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    values = signature(op).bind(*args, **kwargs).arguments
-    arrays = {name: value for name, value in values.items() if isinstance(value, jax.Array)}
+def _describe_call(arguments: Mapping[str, Any]) -> str:
+    arrays = {name: value for name, value in arguments.items() if isinstance(value, jax.Array)}
     return ", ".join(f"{name} {_describe(value)}" for name, value in arrays.items())

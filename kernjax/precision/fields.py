@@ -196,5 +196,5 @@ def field(name: str) -> Field:
 
 def nearest(word: str, known: Iterable[str], sentence: str = "; did you mean {}?") -> str:
     """`sentence` with the known word closest to `word`, or nothing where none is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.5)
     return sentence.format(repr(close[0])) if close else ""
