@@ -21,8 +21,9 @@ _PUBLIC = {
 
 
 def __getattr__(name: str) -> Any:
-    # `kernjax.judge` is a package as well as a function: the import system wins once a
-    # submodule was imported, so the package itself is made callable in kernjax/judge.
+    # `kernjax.judge` is a package as well as a function. Importing it sets the attribute to the
+    # package, which kernjax/judge makes callable: give that, the first time too.
     if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
+        module = importlib.import_module(_PUBLIC[name])
+        return globals().get(name) or getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,135 @@
+"""One candidate before the bench: the comparison, lined up with the band's normals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from kernjax.base.errors import UserError
+from kernjax.judge.band import Band, check_belongs
+from kernjax.judge.comparison import Comparison, Segment
+from kernjax.judge.gates import Evidence, Row
+from kernjax.judge.summaries import Summary, summarise
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing a person should know: how bad, what, and what to do next (may be empty)."""
+
+    severity: str  # one of SEVERITIES
+    text: str
+    todo: str = ""
+
+
+SEVERITIES = ("fail", "inconclusive", "warning", "note")
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What a verdict is made from; the derived parts are on the candidate's own segments."""
+
+    comparison: Comparison
+    band: Band
+    isolated: Comparison | None = None
+    incumbent: Comparison | None = None
+    repeat: Comparison | None = None
+    deploy_context: int | None = None
+
+    def __post_init__(self) -> None:
+        for one in (self.comparison, self.incumbent, self.repeat):
+            if one is not None:
+                check_belongs(one, self.band)
+        for one in (self.incumbent, self.repeat):
+            if one is not None and one.segments != self.comparison.segments:
+                raise UserError(
+                    f"{one.candidate_name} covers other segments than "
+                    f"{self.comparison.candidate_name}.",
+                    "Recordings of one verdict cover the same segments.",
+                    "Record both with the same --corpus and --limit.",
+                )
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The candidate's segments, all of them known to the band."""
+        return self.comparison.segments
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """[R] bool: the rows of the deciding phase."""
+        return self.comparison.phase == self.band.level
+
+    @cached_property
+    def missing(self) -> tuple[Segment, ...]:
+        """The band's segments that the candidate lacks."""
+        present = {s.id for s in self.segments}
+        return tuple(s for s in self.band.segments if s.id not in present)
+
+    @cached_property
+    def twin_producer(self) -> int | None:
+        """Index of the normal producer whose every bit the candidate repeats, if any."""
+        digests = [producer.get("digest") for producer in self.band.producers]
+        digest = self.comparison.candidate_digest
+        return digests.index(digest) if digest in digests else None
+
+    @cached_property
+    def normals(self) -> list[Summary]:
+        """The normals on the candidate's segments; itself is not its own yardstick."""
+        return self.normals_on(self.segments)
+
+    def normals_on(self, segments: Sequence[Segment]) -> list[Summary]:
+        """The normals' numbers on these segments, in this order."""
+        place = {(s.id, s.kind, s.context_len): i for i, s in enumerate(self.band.segments)}
+        keys = [(s.id, s.kind, s.context_len) for s in segments]
+        if unknown := [key for key in keys if key not in place]:
+            raise UserError(
+                f"The band does not know segment {unknown[0][0]!r} ({unknown[0][1]}, context "
+                f"{unknown[0][2]}).",
+                "Normals and candidate are paired segment by segment.",
+                "Pass the reference the band was made from, or calibrate again.",
+            )
+        index = np.array([place[key] for key in keys], dtype=np.int64)
+        return [
+            normal.take(index)
+            for i, normal in enumerate(self.band.normals)
+            if i != self.twin_producer
+        ]
+
+    @cached_property
+    def subject(self) -> Summary:
+        """The candidate, per segment."""
+        return summarise(self.comparison, self.band.level)
+
+    @cached_property
+    def evidence(self) -> Evidence:
+        """The candidate against the normals."""
+        return Evidence(self.segments, self.subject, self.normals)
+
+    @cached_property
+    def measured(self) -> np.ndarray:
+        """[segments] bool: segments with a ratio to normal."""
+        return np.isfinite(self.evidence.statistics["geometric"])
+
+    @cached_property
+    def depth(self) -> int:
+        """The context that every kind of the band was measured to; 0: some kind not at all."""
+        deepest = {s.kind: 0 for s in self.band.segments}
+        for segment, measured in zip(self.segments, self.measured, strict=True):
+            if measured:
+                deepest[segment.kind] = max(deepest[segment.kind], segment.context_len)
+        return min(deepest.values())
+
+    @cached_property
+    def allowed(self) -> dict[tuple[str, str], float]:
+        """The allowed ratio of each (kind, mean), all depths: what people call T."""
+        return {
+            (str(row.kind), row.statistic): row.shown(self.band.limits[row.key].allowed)
+            for row in self.band.rows
+            if row.gate == "level" and row.context is None
+        }
+
+    def level_values(self, kind: str, mean: str) -> np.ndarray:
+        """[segments] ln R of one kind, NaN elsewhere."""
+        return self.evidence.values(Row("level", "", mean, kind=kind))

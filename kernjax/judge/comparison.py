@@ -1,0 +1,215 @@
+"""compare(reference, candidate): two recordings, row by row, as plain arrays.
+
+Nothing is judged here: `kernjax.judge` does that, with a band.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kernjax.base.errors import UserError
+from kernjax.judge import metrics
+
+if TYPE_CHECKING:
+    from kernjax.recording import Recording
+
+PREFILL, DECODE, RESCORE = 0, 1, 2
+PHASES = ("prefill", "decode", "rescore")
+
+_MASS_TOLERANCE = 1e-2
+"""|ln of the cells' summed probability|: float32 reaches 1e-5, other engines' files 1e-3."""
+
+_VALUES = ("top_logprobs", "tail_logprob", "target_logprobs", "margins", "top1_ids")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment of the corpus: the unit of all statistics."""
+
+    id: str
+    kind: str
+    context_len: int
+    score_len: int
+    documents: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Candidate against reference; arrays over the rows R of the segments the candidate has.
+
+    `kl` and the changes are NaN where the candidate is not finite (`finite` False).
+    """
+
+    segments: tuple[Segment, ...]
+    segment: np.ndarray  # [R] int64, index into `segments`
+    pos: np.ndarray  # [R] int64
+    phase: np.ndarray  # [R] uint8
+    kl: np.ndarray  # [R] float64, nats
+    self_kl: np.ndarray  # [R] KL(one-shot prefill || decode) of the candidate; NaN: not recorded
+    flipped: np.ndarray  # [R] bool: another top-1 id, ties of the reference left out
+    tie_flipped: np.ndarray  # [R] bool: another top-1 id where the reference's margin is 0
+    margin: np.ndarray  # [R] float64: the reference's rank 1 minus rank 2, logits
+    margin_change: np.ndarray  # [R] float64: of the reference's first two words
+    tail_mass: np.ndarray  # [R] float64: the reference's mass in "other"
+    tail_change: np.ndarray  # [R] float64: the candidate's mass in "other" less the reference's
+    finite: np.ndarray  # [R] bool
+    reference_target: np.ndarray  # [R] float64 logprob of the corpus's token
+    candidate_target: np.ndarray
+    reference_manifest: Mapping[str, Any] = field(default_factory=dict)
+    candidate_manifest: Mapping[str, Any] = field(default_factory=dict)
+    reference_identity: str = ""
+    candidate_digest: str = ""  # over the candidate's values: equal where every bit is equal
+    reference_name: str = "reference"
+    candidate_name: str = "candidate"
+    bitwise_reference: bool = False  # every recorded value equals the reference's, bit for bit
+
+    @cached_property
+    def prefill_window(self) -> int:
+        """The reference's prefill window, 0 where it is unknown."""
+        return int(self.reference_manifest.get("prefill_window") or 0)
+
+
+def compare(
+    reference: Recording | str | os.PathLike[str], candidate: Recording | str | os.PathLike[str]
+) -> Comparison:
+    """The candidate's distributions against the reference's, paired by row.
+
+    Both are recordings or paths of recordings. A candidate that has only some of the reference's
+    segments (`--limit`) is compared on these. Raises UserError when they do not belong together
+    (another model, corpus or tokenizer, other ids, swapped arguments) or the reference is broken;
+    a candidate's own NaN or infinity is kept, masked, for the verdict.
+    """
+    # Here, because reading recordings needs TensorStore and judging comparisons does not.
+    from kernjax.recording import Recording, check_comparable, load_recording
+
+    reference, candidate = (
+        one if isinstance(one, Recording) else load_recording(one) for one in (reference, candidate)
+    )
+    if reference.manifest.get("reference") == candidate.identity:
+        raise UserError(
+            f"{reference.path} was scored at the ids of {candidate.path}: it is the candidate.",
+            "The first is the reference, the second the candidate.",
+            "Swap the two.",
+        )
+    reference = _same_segments(reference, candidate)
+    check_comparable(reference, candidate)
+
+    p_raw, q_raw = _raw_cells(reference), _raw_cells(candidate)
+    finite = np.isfinite(q_raw).all(axis=1)
+    finite &= np.isfinite(candidate.target_logprobs) & np.isfinite(candidate.margins)
+    _check_mass(q_raw, finite, candidate.path)
+    p = metrics.cells(p_raw)
+    q = np.full_like(p, np.nan)
+    q[finite] = metrics.cells(q_raw[finite])
+    kl = np.full(len(p), np.nan)
+    kl[finite] = metrics.kl_divergence(p[finite], q[finite])
+
+    margin = reference.margins.astype(np.float64)
+    other_top1 = (reference.top1_ids != candidate.top1_ids) & finite
+    return Comparison(
+        segments=tuple(_segment(entry) for entry in reference.segments),
+        segment=reference.segment.astype(np.int64),
+        pos=reference.pos.astype(np.int64),
+        phase=reference.phase,
+        kl=kl,
+        self_kl=_self_kl(candidate, q),
+        flipped=other_top1 & (margin != 0),
+        tie_flipped=other_top1 & (margin == 0),
+        margin=margin,
+        margin_change=(q[:, 0] - q[:, 1]) - (p[:, 0] - p[:, 1]),
+        tail_mass=np.exp(p[:, -1]),
+        tail_change=np.exp(q[:, -1]) - np.exp(p[:, -1]),
+        finite=finite,
+        reference_target=reference.target_logprobs.astype(np.float64),
+        candidate_target=candidate.target_logprobs.astype(np.float64),
+        reference_manifest=reference.manifest,
+        candidate_manifest=candidate.manifest,
+        reference_identity=reference.identity,
+        candidate_digest=_digest(candidate),
+        reference_name=reference.path,
+        candidate_name=candidate.path,
+        bitwise_reference=_digest(candidate) == _digest(reference),
+    )
+
+
+def _same_segments(reference: Recording, candidate: Recording) -> Recording:
+    """The reference's part that the candidate covers; itself where that is all, or not a part."""
+    ours = [segment["id"] for segment in reference.segments]
+    theirs = [segment["id"] for segment in candidate.segments]
+    part = [name for name in ours if name in set(theirs)]
+    return reference.select(part) if part == theirs and part != ours else reference
+
+
+def _segment(entry: Mapping[str, Any]) -> Segment:
+    return Segment(
+        id=str(entry["id"]),
+        kind=str(entry["kind"]),
+        context_len=int(entry["context_len"]),
+        score_len=int(entry["score_len"]),
+        documents=tuple(int(start) for start in entry.get("documents", ())),
+    )
+
+
+def _raw_cells(recording: Recording) -> np.ndarray:
+    return np.concatenate([recording.top_logprobs, recording.tail_logprob[:, None]], axis=1)
+
+
+def _check_mass(raw: np.ndarray, finite: np.ndarray, name: str) -> None:
+    """A candidate's cells must be one distribution; references are checked when written."""
+    mass = np.zeros(len(raw))
+    mass[finite] = metrics.log_mass(raw[finite].astype(np.float64))
+    worst = int(np.argmax(np.abs(mass)))
+    if abs(mass[worst]) > _MASS_TOLERANCE:
+        raise UserError(
+            f"{name}: the probabilities of row {worst} (top ids and tail) sum to "
+            f"{np.exp(mass[worst]):.6g}.",
+            "They sum to 1.",
+            "The tail is ln of all the rest's probability over the true vocabulary, of one softmax "
+            "with the rest.",
+        )
+
+
+def _self_kl(recording: Recording, cells: np.ndarray) -> np.ndarray:
+    """KL(rescore || decode) at every decode row that was also rescored, NaN elsewhere; `[R]`.
+
+    The two rows may list slightly different ids (the reference's own two passes differ in the
+    last bits): ids that only one of them lists join its "other".
+    """
+    place = (recording.segment.astype(np.int64) << 32) | recording.pos
+    decode = np.nonzero(recording.phase == DECODE)[0]
+    rescore = np.nonzero(recording.phase == RESCORE)[0]
+    _, first, second = np.intersect1d(
+        place[decode], place[rescore], assume_unique=True, return_indices=True
+    )
+    decode, rescore = decode[first], rescore[second]
+    result = np.full(len(place), np.nan)
+    usable = np.isfinite(cells[decode]).all(axis=1) & np.isfinite(cells[rescore]).all(axis=1)
+    decode, rescore = decode[usable], rescore[usable]
+    ids = recording.top_ids
+    same = np.all(ids[decode] == ids[rescore], axis=1)
+    result[decode[same]] = metrics.kl_divergence(cells[rescore[same]], cells[decode[same]])
+    for row, other in zip(decode[~same], rescore[~same], strict=True):
+        _, i, j = np.intersect1d(ids[other], ids[row], return_indices=True)
+        p, q = (
+            np.append(side[common], np.logaddexp.reduce(np.delete(side, common)))
+            for side, common in ((cells[other], i), (cells[row], j))
+        )
+        result[row] = metrics.kl_divergence(p[None], q[None])[0]
+    return result
+
+
+def _digest(recording: Recording) -> str:
+    """SHA-256 of every recorded value in row order, whatever the recording was made of."""
+    digest = hashlib.sha256()
+    for name in _VALUES:
+        values = np.ascontiguousarray(getattr(recording, name))
+        digest.update(f"{name} {values.dtype.str} {values.shape}".encode())
+        digest.update(values.data)
+    return digest.hexdigest()

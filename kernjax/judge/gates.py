@@ -1,0 +1,334 @@
+"""The predeclared gates: what is tested, on which rows, and how tests become outcomes.
+
+Eight gates are tested; each may have several rows (kinds, depths, bins). A row compares one
+number of the candidate with the largest the band allows:
+
+| gate | observed | rows |
+| --- | --- | --- |
+| level | R against normal, arithmetic and geometric | kind x (all depths, each depth) |
+| growth_context | R per doubling of the context | kind |
+| growth_decode | R in the late half of the decode steps over R in the early half | kind |
+| flips | flips over the normals' flips on the same positions | merged margin bins |
+| tail_mass | change of the mass outside the top 20, either sign | kind |
+| edges | R just after prefill-window, document and chunk edges | class of edge |
+| decode_vs_prefill | R of KL(one-shot prefill || decode) of one producer | all |
+| prefill_last | R at the prompt's last position | all |
+
+Two more are rules without a p-value: `nonfinite` and `confident_flips`.
+
+PASS of a row: the one-sided 95 % upper bound is below the allowed value (an intersection-union
+test needs no correction). FAIL: the row's p-value for "not above the allowed value" survives
+Bonferroni over the gate's rows and Holm over the gates, 5 % in all. A growth row says "worse and
+growing": it fails only where the ratio it grows to is itself above 1 with confidence, and passes
+where that ratio is below 1 with confidence.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from kernjax.judge import intervals
+from kernjax.judge.comparison import Segment
+from kernjax.judge.intervals import Estimate
+from kernjax.judge.metrics import MARGIN_LABELS
+from kernjax.judge.quantiles import t_quantile
+from kernjax.judge.summaries import Summary, ratio_statistics
+
+CONFIDENCE = 0.95
+TESTED = (
+    "level",
+    "growth_context",
+    "growth_decode",
+    "flips",
+    "tail_mass",
+    "edges",
+    "decode_vs_prefill",
+    "prefill_last",
+)
+RULES = ("nonfinite", "confident_flips")
+_EDGES = {
+    "edge_window": "prefill window",
+    "edge_document": "document start",
+    "edge_chunk": "chunk",
+}
+
+
+class Outcome(enum.StrEnum):
+    """What a gate row, or the whole verdict, came to."""
+
+    PASS = "PASS"
+    FAIL = "FAIL"
+    INCONCLUSIVE = "INCONCLUSIVE"
+    NOT_TESTED = "NOT TESTED"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison of a gate: which statistic, combined how, over which segments."""
+
+    gate: str
+    stratum: str
+    statistic: str  # a key of `ratio_statistics`, or "flips"
+    contrast: str = "mean"  # "mean", "slope" (over log2 context) or "counts"
+    quantity: str = "ratio"  # "ratio" and "ratio per doubling" are kept as ln; "mass" as it is
+    kind: str | None = None  # None: all kinds
+    context: int | None = None  # None: all depths
+    bins: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Its name in the band file."""
+        return f"{self.gate}: {self.stratum}"
+
+    def shown(self, value: float) -> float:
+        """The value in the unit people read: a ratio, or a mass."""
+        return value if self.quantity == "mass" else math.exp(min(value, 700.0))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What the band allows in a row, in the row's own scale (`is_log`: ln of a ratio), and why."""
+
+    allowed: float
+    tolerance: float  # 95/95 tolerance bound over the normal producers
+    resolution: float  # what this many segments resolve; the larger of the two is allowed
+    detectable: float  # smallest effect that FAILs with 95 % probability
+    is_log: bool = True
+
+    def values(self) -> dict[str, float]:
+        """The four numbers by name."""
+        return {
+            "allowed": self.allowed,
+            "tolerance": self.tolerance,
+            "resolution": self.resolution,
+            "detectable": self.detectable,
+        }
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One row of the gate table, in the unit people read; None where it was not computed."""
+
+    name: str
+    stratum: str
+    quantity: str
+    observed: float | None
+    low: float | None
+    high: float | None
+    allowed: float | None
+    outcome: Outcome
+    segments: int = 0
+    p_value: float | None = None  # adjusted over the gate's rows and over the gates
+    detectable: float | None = None
+    segments_needed: int | None = None  # in the row, in all, to decide at this effect
+    note: str = ""
+
+
+class Evidence:
+    """One recording's per-segment statistics against a set of normals, ready for estimates."""
+
+    def __init__(
+        self, segments: Sequence[Segment], subject: Summary, normals: Sequence[Summary]
+    ) -> None:
+        self.segments = segments
+        self.flips = subject.flips
+        self.expected_flips = np.mean([normal.flips for normal in normals], axis=0)
+        self.statistics = ratio_statistics(subject, normals)
+        self._complete = np.isfinite(self.statistics["geometric"])
+
+    @cached_property
+    def _cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Per segment: cell, kind and depth; per cell: log2 of the depth."""
+        kinds = np.array([s.kind for s in self.segments])
+        contexts = np.array([s.context_len for s in self.segments])
+        pairs = sorted({(s.kind, s.context_len) for s in self.segments})
+        number = {pair: i for i, pair in enumerate(pairs)}
+        cell = np.array([number[(s.kind, s.context_len)] for s in self.segments])
+        return cell, kinds, contexts, np.log2([context for _, context in pairs])
+
+    def values(self, row: Row) -> np.ndarray:
+        """[S] the row's statistic, NaN outside its stratum."""
+        _, kinds, contexts, _ = self._cells
+        wanted = np.ones(len(kinds), dtype=bool)
+        if row.kind is not None:
+            wanted &= kinds == row.kind
+        if row.context is not None:
+            wanted &= contexts == row.context
+        missing = np.full(len(kinds), np.nan)
+        return np.where(wanted, self.statistics.get(row.statistic, missing), np.nan)
+
+    def estimate(self, row: Row) -> Estimate | None:
+        """The row's number with its error; None where the segments cannot give one."""
+        if row.contrast == "counts":
+            bins = list(row.bins)
+            return intervals.ratio_of_counts(
+                self.flips[self._complete][:, bins].sum(axis=1),
+                self.expected_flips[self._complete][:, bins].sum(axis=1),
+            )
+        cell, _, _, depth = self._cells
+        if row.contrast == "slope":
+            return intervals.slope_of(self.values(row), cell, depth)
+        return intervals.mean_of(self.values(row), cell)
+
+    def guard(self, row: Row) -> Estimate | None:
+        """ln of the ratio that a growth row grows to; None for rows that are no growth."""
+        if row.gate == "growth_context":
+            deepest = max(s.context_len for s in self.segments if s.kind == row.kind)
+            return self.estimate(
+                Row("level", "", "geometric", kind=row.kind, context=deepest)
+            ) or self.estimate(Row("level", "", "geometric", kind=row.kind))
+        if row.gate == "growth_decode":
+            return self.estimate(Row("level", "", "late", kind=row.kind))
+        return None
+
+
+def predeclared(
+    segments: Sequence[Segment],
+    statistics: Sequence[str],
+    flip_bins: Sequence[tuple[int, ...]],
+) -> list[Row]:
+    """All rows that a corpus with these segments and statistics gives, in table order."""
+    rows: list[Row] = []
+    kinds = sorted({s.kind for s in segments})
+    for kind in kinds:
+        depths = sorted({s.context_len for s in segments if s.kind == kind})
+        for mean in ("geometric", "arithmetic"):
+            name = f"{kind}, {mean}"
+            many = len(depths) > 1
+            rows.append(Row("level", name + (", all depths" if many else ""), mean, kind=kind))
+            for depth in depths if many else []:
+                rows.append(Row("level", f"{name}, {depth}", mean, kind=kind, context=depth))
+    for kind in kinds:
+        rows.append(Row("growth_context", kind, "excess", "slope", "ratio per doubling", kind))
+    if "step" in statistics:
+        rows += [Row("growth_decode", kind, "step", kind=kind) for kind in kinds]
+    for bins in flip_bins:
+        rows.append(Row("flips", f"margin {bins_label(bins)}", "flips", "counts", bins=bins))
+    rows += [Row("tail_mass", kind, "tail", quantity="mass", kind=kind) for kind in kinds]
+    rows += [Row("edges", name, key) for key, name in _EDGES.items() if key in statistics]
+    for gate, key in (("decode_vs_prefill", "self"), ("prefill_last", "last")):
+        if key in statistics:
+            rows.append(Row(gate, "all", key))
+    return rows
+
+
+def bins_label(bins: Sequence[int]) -> str:
+    """One label for neighbouring margin bins: (0.05,0.1] and (0.1,0.2] become (0.05,0.2]."""
+    first, last = MARGIN_LABELS[bins[0]], MARGIN_LABELS[bins[-1]]
+    if first == last:
+        return first
+    if not last.startswith(">"):
+        return f"{first.split(',')[0]},{last.split(',')[1]}"
+    return ">" + first.split(",")[0].lstrip("(")
+
+
+def decide(evidence: Evidence, rows: Sequence[Row], limits: Mapping[str, Limit]) -> list[Gate]:
+    """Every row's observed value, interval, allowed value and outcome, in the order of `rows`."""
+    estimates = {row.key: evidence.estimate(row) for row in rows}
+    adjusted = _adjusted_p(evidence, rows, limits, estimates)
+    counts = {gate: sum(row.gate == gate for row in rows) for gate in TESTED}
+    gates = []
+    for row in rows:
+        estimate, limit = estimates[row.key], limits[row.key]
+        if estimate is None:
+            gates.append(
+                Gate(row.gate, row.stratum, row.quantity, None, None, None,
+                     row.shown(limit.allowed), Outcome.NOT_TESTED,
+                     note="too few complete segments for an interval")
+            )  # fmt: skip
+            continue
+        low, high = estimate.bound(1 - CONFIDENCE), estimate.bound(CONFIDENCE)
+        p = adjusted[row.key]
+        outcome, note = _outcome(evidence, row, limit, low, high, p)
+        needed = None
+        if outcome is Outcome.INCONCLUSIVE:
+            needed = segments_needed(row, estimate, limit, len(counts) * counts[row.gate])
+        gates.append(
+            Gate(
+                row.gate,
+                row.stratum,
+                row.quantity,
+                row.shown(estimate.value),
+                row.shown(low),
+                row.shown(high),
+                row.shown(limit.allowed),
+                outcome,
+                estimate.segments,
+                p,
+                row.shown(limit.detectable),
+                needed,
+                note,
+            )
+        )
+    return gates
+
+
+def _outcome(
+    evidence: Evidence, row: Row, limit: Limit, low: float, high: float, p: float
+) -> tuple[Outcome, str]:
+    if p <= 1 - CONFIDENCE:
+        return Outcome.FAIL, ""
+    inside = high < limit.allowed
+    if row.quantity == "mass":
+        inside = inside and low > -limit.allowed
+    if inside:
+        return Outcome.PASS, ""
+    guard = evidence.guard(row)
+    if guard is not None and guard.bound(CONFIDENCE) < 0:
+        return Outcome.PASS, "grows, but stays below the normal difference at every depth measured"
+    return Outcome.INCONCLUSIVE, ""
+
+
+def _adjusted_p(
+    evidence: Evidence,
+    rows: Sequence[Row],
+    limits: Mapping[str, Limit],
+    estimates: Mapping[str, Estimate | None],
+) -> dict[str, float]:
+    """Bonferroni over a gate's rows, then Holm over the gates that were tested."""
+    raw: dict[str, dict[str, float]] = {}
+    for row in rows:
+        estimate = estimates[row.key]
+        if estimate is None:
+            continue
+        limit = limits[row.key].allowed
+        p = estimate.p_above(limit)
+        if row.quantity == "mass":
+            mirrored = Estimate(-estimate.value, estimate.se, estimate.df, estimate.segments)
+            p = min(1.0, 2.0 * min(p, mirrored.p_above(limit)))
+        if (guard := evidence.guard(row)) is not None:
+            p = max(p, guard.p_above(0.0))
+        raw.setdefault(row.gate, {})[row.key] = p
+    best = {gate: min(ps.values()) * len(ps) for gate, ps in raw.items()}
+    adjusted: dict[str, float] = {}
+    floor = 0.0
+    for rank, gate in enumerate(sorted(best, key=lambda name: best[name])):
+        factor = len(best) - rank
+        floor = max(floor, factor * best[gate])
+        for key, p in raw[gate].items():
+            adjusted[key] = min(1.0, max(floor, factor * len(raw[gate]) * p))
+    return adjusted
+
+
+def segments_needed(row: Row, estimate: Estimate, limit: Limit, tests: int) -> int | None:
+    """Segments in the row at which its present effect would PASS or FAIL; None: not within 100x.
+
+    The standard error shrinks with the root of the segments; half the time the estimate falls on
+    the wrong side of its own value, hence 80 % power is asked for.
+    """
+    value = abs(estimate.value) if row.quantity == "mass" else estimate.value
+    gap = limit.allowed - value
+    share = CONFIDENCE if gap > 0 else 1 - (1 - CONFIDENCE) / tests
+    df = max(estimate.df, 30.0)
+    critical = t_quantile(share, df) + t_quantile(0.8, df)
+    if abs(gap) * 10.0 <= critical * estimate.se:
+        return None
+    return max(
+        estimate.segments + 1, math.ceil(estimate.segments * (critical * estimate.se / gap) ** 2)
+    )

@@ -1,0 +1,289 @@
+"""The rules of NUMERICS section 5 beside the tested gates, each as findings with what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kernjax.judge import intervals, metrics
+from kernjax.judge.case import Case, Finding
+from kernjax.judge.comparison import PHASES
+from kernjax.judge.gates import CONFIDENCE, RULES, Gate, Outcome
+from kernjax.judge.lenses import LAW_DEPTHS, IncumbentRow, IsolatedLaw
+
+MIN_SEGMENTS = 16
+TAIL_WARNING, TAIL_LIMIT = 0.2, 0.4
+MAX_EXTRAPOLATION = 4
+_LISTED = 5
+
+
+def nonfinite(case: Case) -> tuple[Gate, list[Finding]]:
+    """Any value of the candidate that is not finite fails."""
+    c = case.comparison
+    bad = np.nonzero(~c.finite)[0]
+    findings = []
+    if bad.size:
+        phases = sorted({PHASES[phase] for phase in c.phase[bad]})
+        findings.append(
+            Finding(
+                "fail",
+                f"{bad.size} of {c.finite.size} rows hold values that are not finite "
+                f"({', '.join(phases)}); the first: segment {c.segments[c.segment[bad[0]]].id}, "
+                f"position {c.pos[bad[0]]}.",
+                "Look there for exp of masked or padded values, and for overflow in half "
+                "precision.",
+            )
+        )
+    outcome = Outcome.FAIL if bad.size else Outcome.PASS
+    gate = Gate(
+        "nonfinite", "all", "count", float(bad.size), None, None, 0.0, outcome, len(c.segments)
+    )
+    return gate, findings
+
+
+def confident_flips(case: Case) -> tuple[Gate, list[Finding]]:
+    """Flips where normal runs have none: two in different segments fail, or one far beyond."""
+    c, margins = case.comparison, case.band.margins
+    limit, largest = float(margins["confident_margin"]), float(margins["largest_flip_margin"])
+    far = max(2.0 * largest, limit)
+    rows = np.nonzero(c.flipped & (c.margin > limit))[0]
+    rows = rows[np.argsort(-c.margin[rows], kind="stable")]
+    outcome, findings = Outcome.PASS, []
+    if rows.size:
+        segments = np.unique(c.segment[rows]).size
+        fails = segments >= 2 or bool(c.margin[rows[0]] > far)
+        outcome = Outcome.FAIL if fails else Outcome.INCONCLUSIVE
+        listed = "; ".join(
+            f"{c.segments[c.segment[row]].id} at {c.pos[row]}, margin {c.margin[row]:.3g}"
+            for row in rows[:_LISTED]
+        )
+        findings.append(
+            Finding(
+                "fail" if fails else "inconclusive",
+                f"{rows.size} confident flips in {segments} segments: margin above {limit:.3g}, "
+                f"where normal runs do not flip (their largest: {largest:.3g}): {listed}.",
+                "" if fails else "One can be chance: record more segments to see a second.",
+            )
+        )
+    gate = Gate(
+        "confident_flips", f"margin >{limit:.3g}", "count", float(rows.size), None, None, 0.0,
+        outcome, len(c.segments),
+    )  # fmt: skip
+    return gate, findings
+
+
+def gate_findings(gates: Sequence[Gate]) -> Iterator[Finding]:
+    """One finding for each gate that failed or is undecided: its clearest row."""
+    for severity, outcome in (("fail", Outcome.FAIL), ("inconclusive", Outcome.INCONCLUSIVE)):
+        for name in dict.fromkeys(g.name for g in gates if g.outcome is outcome):
+            if name not in RULES:
+                yield _gate_finding(
+                    severity, [g for g in gates if g.name == name and g.outcome is outcome]
+                )
+    for gate in gates:
+        if gate.outcome is Outcome.NOT_TESTED:
+            yield Finding(
+                "inconclusive",
+                f"Gate {gate.name} ({gate.stratum}) could not be tested: {gate.note}.",
+            )
+
+
+def _gate_finding(severity: str, rows: Sequence[Gate]) -> Finding:
+    worst = max(rows, key=lambda gate: abs(gate.observed or 0.0) / (gate.allowed or 1.0))
+    unit = "a change of mass of" if worst.quantity == "mass" else f"{worst.quantity}"
+    text = (
+        f"Gate {worst.name}, {worst.stratum}: {unit} {worst.observed:.4g} "
+        f"[{worst.low:.4g}, {worst.high:.4g}], allowed {worst.allowed:.4g}"
+    )
+    if len(rows) > 1:
+        text += f", and {len(rows) - 1} more rows of this gate"
+    if severity == "fail":
+        return Finding(severity, text + ".")
+    further = further_segments(rows)
+    if len(further) < len(rows):
+        todo = "The effect sits on the limit: even a hundred times the segments may not decide."
+    else:
+        todo = f"About {max(further.values())} more segments there would decide."
+    return Finding(severity, text + ".", todo)
+
+
+def further_segments(gates: Sequence[Gate]) -> dict[str, int]:
+    """Segments beyond those there that would decide each undecided row, where that can be said."""
+    return {
+        f"{gate.name}, {gate.stratum}": gate.segments_needed - gate.segments
+        for gate in gates
+        if gate.outcome is Outcome.INCONCLUSIVE and gate.segments_needed is not None
+    }
+
+
+def run(case: Case) -> Iterator[Finding]:
+    """The run itself: partial, not reproducible, or not another code path at all."""
+    c = case.comparison
+    if case.missing:
+        yield Finding(
+            "inconclusive",
+            f"The run is partial: {len(case.segments)} of {len(case.band.segments)} segments.",
+            "Run the whole corpus, without --limit; an interrupted recording resumes.",
+        )
+    if c.bitwise_reference:
+        yield Finding(
+            "inconclusive",
+            "Every recorded bit equals the reference's: only the reference's own code path was "
+            "seen.",
+            "Check that the candidate's policy or kernel is the one that ran.",
+        )
+    repeat = case.repeat
+    if repeat is not None and repeat.candidate_digest != c.candidate_digest:
+        change = np.abs(repeat.kl - c.kl)
+        yield Finding(
+            "inconclusive",
+            "The same candidate recorded twice is not bitwise equal: "
+            f"{int(np.sum(change > 0))} of {change.size} rows differ in KL, by at most "
+            f"{np.nanmax(change):.3g} nats.",
+            "Find the nondeterminism first: atomics, uninitialised memory, batch composition.",
+        )
+
+
+def coverage(case: Case) -> tuple[list[Finding], dict[str, int]]:
+    """Enough independent segments at each kind's deepest context, enough mass in the top ids."""
+    c, findings, further = case.comparison, [], {}
+    prints = _fingerprints(case)
+    for kind in sorted({s.kind for s in case.band.segments}):
+        depth = max(s.context_len for s in case.band.segments if s.kind == kind)
+        members = [
+            i
+            for i, s in enumerate(case.segments)
+            if s.kind == kind and s.context_len == depth and case.measured[i]
+        ]
+        distinct = len({prints[i] for i in members})
+        if distinct < MIN_SEGMENTS:
+            repeated = "" if distinct == len(members) else f" ({len(members)} with repetitions)"
+            further[f"coverage, {kind}, {depth}"] = MIN_SEGMENTS - distinct
+            findings.append(
+                Finding(
+                    "inconclusive",
+                    f"Coverage is thin: {distinct} independent segments of {kind} at context "
+                    f"{depth}{repeated}, {MIN_SEGMENTS} are needed.",
+                    f"Record {MIN_SEGMENTS - distinct} more, each from its own place in the text.",
+                )
+            )
+        inside = case.rows & np.array([s.kind == kind for s in case.segments])[c.segment]
+        mass = float(c.tail_mass[inside].mean()) if inside.any() else 0.0
+        if mass > TAIL_WARNING:
+            findings.append(
+                Finding(
+                    "inconclusive" if mass > TAIL_LIMIT else "warning",
+                    f"On average {mass:.2f} of the probability of {kind} lies outside the recorded "
+                    "ids; errors inside it are not seen.",
+                    "Record reference and candidate with a larger K, or use text the model knows.",
+                )
+            )
+    return findings, further
+
+
+def _fingerprints(case: Case) -> dict[int, bytes]:
+    """What tells two segments apart: the reference's log-probabilities of their tokens."""
+    c = case.comparison
+    rows = np.nonzero(case.rows)[0]
+    order = rows[np.argsort(c.segment[rows], kind="stable")]
+    index, starts = np.unique(c.segment[order], return_index=True)
+    parts = np.split(c.reference_target[order], starts[1:])
+    return {int(i): part.tobytes() for i, part in zip(index, parts, strict=True)}
+
+
+def isolated(laws: Sequence[IsolatedLaw]) -> Iterator[Finding]:
+    """An isolated effect that would leave the band withholds a PASS."""
+    for law in laws:
+        if law.leaves:
+            when = f", at about context {law.leaves_at:.3g}" if law.leaves_at else ""
+            yield Finding(
+                "inconclusive",
+                f"In isolation the change predicts up to {law.predicted_high:.4g} times normal on "
+                f"{law.kind} ({law.mean}) by context {law.at_context}, allowed {law.allowed:.4g}: "
+                f"it would leave the band{when}.",
+                "Only a recording that deep can pass it: record deeper segments.",
+            )
+
+
+def deployment(case: Case, laws: Sequence[IsolatedLaw]) -> Iterator[Finding]:
+    """Extrapolation may withhold a PASS, never grant one."""
+    depth, deploy = case.depth, case.deploy_context
+    if not deploy or not depth or deploy <= depth:
+        return
+    if deploy > MAX_EXTRAPOLATION * depth:
+        yield Finding(
+            "inconclusive",
+            f"The deployment's context {deploy} is more than {MAX_EXTRAPOLATION} times the "
+            f"measured {depth}.",
+            "Record deeper segments.",
+        )
+        return
+    if not any(law.exponent is not None for law in laws):
+        why = "no isolated run" if case.isolated is None else f"fewer than {LAW_DEPTHS} depths"
+        yield Finding(
+            "warning",
+            f"Deployment is at context {deploy} and {depth} was measured; with {why} nothing says "
+            f"how the change grows, and the verdict holds up to {depth}.",
+        )
+    known, cell = np.unique([s.context_len for s in case.segments], return_inverse=True)
+    for (kind, mean), allowed in case.allowed.items():
+        values = case.level_values(kind, mean)
+        slope = intervals.slope_of(values, cell, np.log2(known))
+        line = intervals.line_at(values, cell, np.log2(known), math.log2(deploy))
+        if slope is None or line is None or slope.bound(1 - CONFIDENCE) <= 0:
+            continue
+        if line.value > math.log(allowed):
+            yield Finding(
+                "inconclusive",
+                f"R on {kind} ({mean}) grows {math.exp(slope.value):.3g} times per doubling of the "
+                f"context and would be {math.exp(line.value):.3g} at the deployment's {deploy}, "
+                f"allowed {allowed:.3g}.",
+                "Record deeper segments.",
+            )
+
+
+def against_incumbent(case: Case, rows: Sequence[IncumbentRow]) -> Iterator[Finding]:
+    """Worse than production by more than producers differ: said, not decided on."""
+    for row in rows:
+        allowed = case.allowed.get((row.kind, row.mean))
+        if allowed is not None and row.low > allowed:
+            yield Finding(
+                "warning",
+                f"On {row.kind} ({row.mean}) the candidate's KL is {row.ratio:.3g} "
+                f"[{row.low:.3g}, {row.high:.3g}] times the incumbent's: worse than production by "
+                "more than normal producers differ.",
+            )
+
+
+def notes(case: Case) -> Iterator[Finding]:
+    """What a reader should know and nothing depends on."""
+    c = case.comparison
+    if case.twin_producer is not None:
+        name = case.band.producers[case.twin_producer].get("name")
+        yield Finding(
+            "note",
+            f"Every bit equals normal producer {name} of the band (the same code path?); it is "
+            "compared with the others.",
+        )
+    if case.subject.floored:
+        yield Finding(
+            "note",
+            f"{case.subject.floored} of {int(case.rows.sum())} positions have a KL below "
+            f"{metrics.KL_FLOOR:g}; ratios take that value there.",
+        )
+    if ties := int(c.tie_flipped[case.rows].sum()):
+        yield Finding("note", f"{ties} flips are at exact ties of the reference and do not count.")
+    values = case.evidence.statistics["geometric"][case.measured]
+    if values.size >= 8:
+        above = values - np.median(values)
+        spread = 1.4826 * float(np.median(np.abs(above)))
+        odd = np.nonzero(case.measured)[0][above > max(6 * spread, math.log(2))]
+        if odd.size:
+            names = ", ".join(case.segments[i].id for i in odd[:_LISTED])
+            yield Finding(
+                "warning",
+                f"{odd.size} segments have a ratio far above all others': {names}.",
+                "A stale state or slot shows in single segments.",
+            )

@@ -1,0 +1,275 @@
+"""Synthetic truth: how often the verdict is right, on recordings whose effect is known.
+
+    python -m kernjax.judge.simulate [--draws=200] [--seed=0]
+
+prints, for bands of freshly drawn normals at the bundled corpora's size, how often a further
+normal and candidates with planted effects come out PASS, FAIL or INCONCLUSIVE.
+
+The model of a decoded position: producer m adds noise g_m (some components, correlated between
+producers and along positions) to the logits, of a size that varies between segments and from
+position to position with heavy tails and clusters:
+
+    KL = 1/2 R size^2 mean(g_m^2),   margin change = sqrt(2 R) size g_m1,   flip: change < -margin
+
+Producers differ by a factor of their own (`producer_sd`, in ln), and by another in every segment
+(`segment_sd`), which with the position noise makes the sd of ln R per segment 0.05 to 0.25.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kernjax.base.errors import UserError
+from kernjax.judge.calibrate import calibrate
+from kernjax.judge.comparison import DECODE, PREFILL, Comparison, Segment
+from kernjax.judge.quantiles import binomial_bounds
+from kernjax.judge.verdict import judge
+
+_COMPONENTS = 4
+
+
+@dataclass(frozen=True)
+class Design:
+    """The corpus and the noise of a simulation; lengths in tokens, spreads in ln units."""
+
+    kinds: tuple[str, ...] = ("code", "prose")
+    contexts: tuple[int, ...] = (512, 2048, 8192, 16384)
+    per_cell: int = 16  # segments per kind and context
+    steps: int = 128  # decoded positions a segment
+    edges: int = 13  # scored prefill rows after edges
+    normals: int = 5
+    producer_sd: float = 0.02
+    segment_sd: float = 0.08
+    size_sd: float = 0.8  # of ln noise size, position to position: KL spans four decades
+    memory: float = 0.9  # correlation of neighbouring positions
+    shared: float = 0.3  # of a producer's noise variance common to all producers
+    size: float = 0.01  # rms logit noise on prose; code has a fifth
+
+    def segments(self) -> tuple[Segment, ...]:
+        """kind x context x per_cell, in the order of a recording."""
+        return tuple(
+            Segment(f"{kind}-{context}-{i}", kind, context, self.steps)
+            for kind in self.kinds
+            for context in self.contexts
+            for i in range(self.per_cell)
+        )
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What is wrong with a candidate: factors on its KL; the default is nothing."""
+
+    name: str = "normal"
+    ratio: float = 1.0  # everywhere
+    per_doubling: float = 1.0  # of the context, from the shallowest on
+    late: float = 1.0  # in the second half of the decode steps
+    spikes: float = 0.0  # share of positions with KL 1,000 times
+    edges: float = 1.0  # on the scored prefill rows after edges
+    own: float = 1.0  # on decode against one-shot prefill
+    nan: bool = False  # one value is not finite
+
+    def factor(self, design: Design, rng: np.random.Generator) -> np.ndarray:
+        """[segments, steps] factor on the KL of decoded positions."""
+        depth = np.log2([s.context_len / min(design.contexts) for s in design.segments()])
+        factor = self.ratio * self.per_doubling ** depth[:, None] * np.ones(design.steps)
+        factor[:, design.steps // 2 :] *= self.late
+        return np.where(rng.random(factor.shape) < self.spikes, 1000.0 * factor, factor)
+
+
+@dataclass
+class Corpus:
+    """One drawn corpus: what all producers share. Producers are drawn from it by `producer`."""
+
+    design: Design
+    rng: np.random.Generator
+    count: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        d, rng = self.design, self.rng
+        self.segments = d.segments()
+        n = len(self.segments)
+        scale = np.array([1.0 if s.kind == "prose" else 0.2 for s in self.segments])[:, None]
+        width = d.steps + d.edges + 1  # decode, then prefill edges, then the prompt's last
+        wander = d.size_sd * self._along(rng.standard_normal((n, width)))
+        # One position in fifty is far more sensitive: the heavy tail of real text.
+        heavy = np.where(rng.random((n, width)) < 0.02, rng.exponential(1.0, (n, width)), 0.0)
+        self.size = d.size * scale * np.exp(0.3 * rng.standard_normal((n, 1)) + wander + heavy)
+        self.common = rng.standard_normal((n, width, _COMPONENTS))
+        self.own_size = self.size[:, : d.steps] * 0.7
+        # Code is confident: most margins are far from a tie.
+        self.margin = rng.exponential(np.where(scale < 1, 3.0, 1.0), (n, width))
+        self.tail = rng.beta(1.5, 10.0, (n, width)) * scale
+        self.target = -rng.exponential(2.0, (n, width))
+
+    def _along(self, noise: np.ndarray) -> np.ndarray:
+        """AR(1) along axis 1 with unit variance."""
+        rho = self.design.memory
+        out = noise.copy()
+        for step in range(1, noise.shape[1]):
+            out[:, step] = rho * out[:, step - 1] + np.sqrt(1 - rho * rho) * noise[:, step]
+        return out
+
+    def producer(self, effect: Effect | None = None, name: str | None = None) -> Comparison:
+        """The comparison of a further producer against the reference."""
+        effect = effect or Effect()
+        d, rng = self.design, self.rng
+        n, width = self.size.shape
+        self.count += 1
+        own = rng.standard_normal((n, width, _COMPONENTS))
+        g = np.sqrt(d.shared) * self.common + np.sqrt(1 - d.shared) * own
+        factor = np.exp(
+            d.producer_sd * rng.standard_normal() + d.segment_sd * rng.standard_normal((n, 1))
+        ) * np.ones((n, width))
+        factor[:, : d.steps] *= effect.factor(d, rng)
+        factor[:, d.steps : -1] *= effect.edges
+        size = self.size * np.sqrt(factor)
+        kl = 0.5 * size**2 * np.mean(g * g, axis=2)
+        change = np.sqrt(2.0) * size * g[:, :, 0]
+        tail_change = size * g[:, :, 1] * self.tail * (1 - self.tail)
+        self_kl = np.full((n, width), np.nan)
+        echo = rng.standard_normal((n, d.steps, _COMPONENTS))
+        self_kl[:, : d.steps] = (
+            0.5 * self.own_size**2 * factor[:, :1] * effect.own * np.mean(echo * echo, axis=2)
+        )
+        finite = np.ones((n, width), dtype=bool)
+        if effect.nan:
+            finite[n // 2, d.steps // 2] = False
+            kl[~finite] = change[~finite] = tail_change[~finite] = np.nan
+        return self._comparison(kl, change, tail_change, self_kl, finite, name or effect.name)
+
+    def _comparison(self, kl, change, tail_change, self_kl, finite, name) -> Comparison:  # noqa: ANN001
+        d, (n, width) = self.design, self.size.shape
+        context = np.array([s.context_len for s in self.segments])[:, None]
+        steps = np.arange(d.steps)[None, :]
+        edge = (np.arange(d.edges)[None, :] + 1) * 3 + 64
+        last = np.full((n, 1), -1)
+        pos = np.concatenate([context + steps, np.repeat(edge, n, 0), context + last], axis=1)
+        phase = np.repeat([DECODE, PREFILL], [d.steps, d.edges + 1])
+        flipped = finite & (np.nan_to_num(change) < -self.margin)
+        return Comparison(
+            segments=self.segments,
+            segment=np.repeat(np.arange(n), width),
+            pos=pos.ravel(),
+            phase=np.tile(phase, n).astype(np.uint8),
+            kl=kl.ravel(),
+            self_kl=self_kl.ravel(),
+            flipped=flipped.ravel(),
+            tie_flipped=np.zeros(n * width, dtype=bool),
+            margin=self.margin.ravel(),
+            margin_change=change.ravel(),
+            tail_mass=self.tail.ravel(),
+            tail_change=tail_change.ravel(),
+            finite=finite.ravel(),
+            reference_target=self.target.ravel(),
+            candidate_target=self.target.ravel(),
+            reference_manifest={"logits_dtype": "float32"},
+            candidate_manifest={"logits_dtype": "float32"},
+            reference_identity="simulated",
+            candidate_digest=f"{name} {self.count}",
+            candidate_name=f"{name} {self.count}",
+        )
+
+
+EFFECTS = (
+    Effect(),
+    Effect("R 1.1", ratio=1.1),
+    Effect("R 1.2", ratio=1.2),
+    Effect("R 1.3", ratio=1.3),
+    Effect("R 1.5", ratio=1.5),
+    Effect("R 2", ratio=2.0),
+    Effect("half", ratio=0.5),
+    Effect("grows 1.06 a doubling", per_doubling=1.06),
+    Effect("late steps 1.3", late=1.3),
+    Effect("1000x on 1 %", spikes=0.01),
+    Effect("edges 3x", edges=3.0),
+    Effect("decode vs prefill 2x", own=2.0),
+    Effect("one NaN", nan=True),
+)
+
+
+@dataclass
+class Tally:
+    """Outcomes of one effect over the draws, and which gates were not passed how often."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    gates: Counter[str] = field(default_factory=Counter)
+    spread: list[float] = field(default_factory=list)  # sd of ln R per segment
+
+    def share(self, outcome: str) -> float:
+        """Fraction of the draws with this outcome."""
+        return self.outcomes[outcome] / max(sum(self.outcomes.values()), 1)
+
+    def upper(self, outcome: str) -> float:
+        """Its upper 95 % binomial bound."""
+        return binomial_bounds(self.outcomes[outcome], sum(self.outcomes.values()))[1]
+
+
+def study(
+    draws: int,
+    seed: int = 0,
+    effects: Sequence[Effect] = EFFECTS,
+    design: Design | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[dict[str, Tally], int]:
+    """Tally by effect, and how many of the drawn bands were refused (and are left out)."""
+    design = design or Design()
+    tallies = {effect.name: Tally() for effect in effects}
+    refused = 0
+    for draw in range(draws):
+        corpus = Corpus(design, np.random.default_rng([seed, draw]))
+        try:
+            band = calibrate(None, [corpus.producer(name=f"n{i}") for i in range(design.normals)])
+        except UserError:
+            refused += 1
+            continue
+        for effect in effects:
+            verdict = judge(corpus.producer(effect), band)
+            tally = tallies[effect.name]
+            tally.outcomes[str(verdict.outcome)] += 1
+            tally.gates.update({g.name for g in verdict.gates if g.outcome != "PASS"})
+        if progress:
+            progress(draw)
+    return tallies, refused
+
+
+def table(tallies: dict[str, Tally], refused: int) -> str:
+    """The outcomes as text, one effect a line, in per cent."""
+    lines = [f"{'effect':<24}{'PASS':>7}{'FAIL':>7}{'INCONCL':>9}  gates not passed (%)"]
+    for name, tally in tallies.items():
+        total = max(sum(tally.outcomes.values()), 1)
+        gates = ", ".join(
+            f"{gate} {100 * count / total:.0f}" for gate, count in tally.gates.most_common(4)
+        )
+        shares = [100 * tally.share(outcome) for outcome in ("PASS", "FAIL", "INCONCLUSIVE")]
+        lines.append(f"{name:<24}{shares[0]:>7.1f}{shares[1]:>7.1f}{shares[2]:>9.1f}  {gates}")
+    lines.append(f"bands refused: {refused}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Prints the table; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draws", type=int, default=200, help="bands drawn")
+    parser.add_argument("--seed", type=int, default=0, help="of the generator")
+    parser.add_argument("--normals", type=int, default=5, help="producers a band")
+    parser.add_argument("--producer_sd", type=float, default=0.02, help="ln factor of a producer")
+    parser.add_argument("--segment_sd", type=float, default=0.08, help="ln factor in a segment")
+    parser.add_argument("--per_cell", type=int, default=16, help="segments per kind and depth")
+    args = parser.parse_args()
+    design = Design(
+        normals=args.normals,
+        producer_sd=args.producer_sd,
+        segment_sd=args.segment_sd,
+        per_cell=args.per_cell,
+    )
+    tallies, refused = study(args.draws, args.seed, design=design)
+    print(table(tallies, refused))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""judge(comparison, band): PASS, FAIL or INCONCLUSIVE, with every reason.
+
+Never rounds towards PASS: a PASS needs every predeclared gate below its limit with 95 %
+confidence, on the whole corpus, with enough independent segments. All gates are evaluated;
+none stops at the first finding. The rules are NUMERICS section 5.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kernjax.base.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
+from kernjax.judge import metrics, rules
+from kernjax.judge.band import Band
+from kernjax.judge.case import SEVERITIES, Case, Finding
+from kernjax.judge.comparison import PHASES, Comparison
+from kernjax.judge.gates import Gate, Outcome, decide
+from kernjax.judge.lenses import (
+    IncumbentRow,
+    IsolatedDepth,
+    IsolatedLaw,
+    incumbent_lens,
+    isolated_lens,
+)
+from kernjax.judge.strata import (
+    MarginBin,
+    Stratum,
+    kl_summary,
+    manifest_differences,
+    margin_bins,
+    strata_of,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """The outcome as a value with its reasons."""
+
+    outcome: Outcome
+    reason: str
+    gates: tuple[Gate, ...]
+    findings: tuple[Finding, ...]  # worst first
+    strata: tuple[Stratum, ...]
+    margin_bins: tuple[MarginBin, ...]
+    kl: dict[str, float | None]  # median, mean, p99, max over the deciding rows
+    flips: int
+    positions: int  # deciding rows
+    segments: int  # those with a ratio to normal
+    up_to_context: int  # the depth that every kind was measured to
+    identical: bool = False  # every bit equals the incumbent's
+    segments_to_decide: dict[str, int] = field(default_factory=dict)  # further ones, by gate row
+    detection_floor: dict[str, float] = field(default_factory=dict)  # by kind
+    allowed: dict[str, float] = field(default_factory=dict)  # by kind: the larger mean's T
+    isolated: tuple[IsolatedDepth, ...] = ()
+    isolated_laws: tuple[IsolatedLaw, ...] = ()
+    incumbent: tuple[IncumbentRow, ...] = ()
+    perplexity: dict[str, tuple[float, float]] = field(default_factory=dict)  # value, error
+    differences: tuple[tuple[str, str, str], ...] = ()  # manifest field, reference, candidate
+    names: dict[str, str] = field(default_factory=dict)  # reference, candidate, band, ...
+    producers: tuple[str, ...] = ()
+    deciding_phase: str = "decode"
+
+    @property
+    def exit_code(self) -> int:
+        """0 PASS, 1 FAIL, 2 INCONCLUSIVE."""
+        codes = {Outcome.PASS: EXIT_PASS, Outcome.FAIL: EXIT_FAIL}
+        return codes.get(self.outcome, EXIT_INCONCLUSIVE)
+
+
+def judge(
+    comparison: Comparison,
+    band: Band | str | os.PathLike[str],
+    *,
+    isolated: Comparison | None = None,
+    incumbent: Comparison | None = None,
+    repeat: Comparison | None = None,
+    deploy_context: int | None = None,
+) -> Verdict:
+    """The verdict on a candidate.
+
+    `comparison`: candidate against the band's reference. `isolated`: the f32 policy with only the
+    candidate's change, on the same corpus. `incumbent`: what is in production now, against the
+    same reference. `repeat`: the candidate recorded once more, which must be bitwise equal.
+    `deploy_context`: the depth it will serve, the band's own by default. Raises UserError (exit 3)
+    when the band belongs to another reference.
+    """
+    band_name = "in memory"
+    if not isinstance(band, Band):
+        band, band_name = Band.load(band), os.fspath(band)
+    deploy = band.deploy_context if deploy_context is None else deploy_context
+    case = Case(comparison, band, isolated, incumbent, repeat, deploy)
+
+    nonfinite, findings = rules.nonfinite(case)
+    flips, flip_findings = rules.confident_flips(case)
+    gates = [nonfinite, *decide(case.evidence, band.rows, band.limits), flips]
+    findings += [*flip_findings, *rules.gate_findings(gates)]
+    further = rules.further_segments(gates)
+    depths, laws = _isolated(case)
+    identical = _identical(case)
+    if identical:
+        # The incumbent's own numbers: what they say of it is no reason to hold this change back.
+        findings = [finding for finding in findings if finding.severity != "inconclusive"]
+        findings.append(
+            Finding(
+                "note",
+                f"Every recorded bit equals the incumbent's, {incumbent.candidate_name}: the same "
+                "code path, or a change that does not change results.",
+                "Make sure, under 'what differs', that the changed kernel is the one that ran.",
+            )
+        )
+    else:
+        findings += rules.run(case)
+        thin, thin_segments = rules.coverage(case)
+        findings += thin
+        further |= thin_segments
+        findings += [*rules.isolated(laws), *rules.deployment(case, laws)]
+    incumbent_rows = _incumbent(case)
+    findings += [*rules.against_incumbent(case, incumbent_rows), *rules.notes(case)]
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+
+    outcome = _outcome(findings)
+    return Verdict(
+        outcome=outcome,
+        reason=_reason(case, outcome, identical, findings),
+        gates=tuple(gates),
+        findings=tuple(findings),
+        strata=tuple(strata_of(comparison, case.evidence, band.level)),
+        margin_bins=tuple(margin_bins(comparison, case.evidence, band.level)),
+        kl=kl_summary(comparison.kl[case.rows]),
+        flips=int((comparison.flipped | comparison.tie_flipped)[case.rows].sum()),
+        positions=int(case.rows.sum()),
+        segments=int(case.measured.sum()),
+        up_to_context=case.depth,
+        identical=identical and outcome is Outcome.PASS,
+        segments_to_decide={} if outcome is not Outcome.INCONCLUSIVE else further,
+        detection_floor=dict(band.detection_floor),
+        allowed=_largest_by_kind(case),
+        isolated=tuple(depths),
+        isolated_laws=tuple(laws),
+        incumbent=tuple(incumbent_rows),
+        perplexity=_perplexity(case),
+        differences=tuple(
+            manifest_differences(comparison.reference_manifest, comparison.candidate_manifest)
+        ),
+        names=_names(case, band_name),
+        producers=tuple(str(producer.get("name", "?")) for producer in band.producers),
+        deciding_phase=PHASES[band.level],
+    )
+
+
+def _outcome(findings: Sequence[Finding]) -> Outcome:
+    severities = {finding.severity for finding in findings}
+    if "fail" in severities:
+        return Outcome.FAIL
+    return Outcome.INCONCLUSIVE if "inconclusive" in severities else Outcome.PASS
+
+
+def _identical(case: Case) -> bool:
+    """Whether every bit of the whole corpus equals the incumbent's."""
+    incumbent = case.incumbent
+    return (
+        incumbent is not None
+        and not case.missing
+        and incumbent.candidate_digest == case.comparison.candidate_digest
+    )
+
+
+def _isolated(case: Case) -> tuple[list[IsolatedDepth], list[IsolatedLaw]]:
+    if case.isolated is None:
+        return [], []
+    at_context = max(max(s.context_len for s in case.segments), case.deploy_context or 0)
+    normals = case.normals_on(case.isolated.segments)
+    return isolated_lens(case.isolated, normals, case.band.level, case.allowed, at_context)
+
+
+def _incumbent(case: Case) -> list[IncumbentRow]:
+    if case.incumbent is None:
+        return []
+    return incumbent_lens(
+        case.subject, case.evidence, case.incumbent, case.band.level, case.normals
+    )
+
+
+def _perplexity(case: Case) -> dict[str, tuple[float, float]]:
+    c = case.comparison
+    rows = case.rows & c.finite
+    if not rows.any():
+        return {}
+    return {
+        "reference": metrics.perplexity(c.reference_target[rows], c.segment[rows]),
+        "candidate": metrics.perplexity(c.candidate_target[rows], c.segment[rows]),
+    }
+
+
+def _names(case: Case, band_name: str) -> dict[str, str]:
+    names = {
+        "reference": case.comparison.reference_name,
+        "candidate": case.comparison.candidate_name,
+        "band": band_name,
+    }
+    for key in ("isolated", "incumbent", "repeat"):
+        one: Comparison | None = getattr(case, key)
+        if one is not None:
+            names[key] = one.candidate_name
+    return names
+
+
+def _largest_by_kind(case: Case) -> dict[str, float]:
+    kinds: dict[str, float] = {}
+    for (kind, _), value in case.allowed.items():
+        kinds[kind] = max(kinds.get(kind, 0.0), value)
+    return kinds
+
+
+def _reason(case: Case, outcome: Outcome, identical: bool, findings: Sequence[Finding]) -> str:
+    if outcome is Outcome.PASS and identical:
+        return "identical: every recorded bit equals the incumbent's."
+    if outcome is Outcome.PASS:
+        limits = ", ".join(f"{v:.3g} ({kind})" for kind, v in _largest_by_kind(case).items())
+        return (
+            f"with 95 % confidence no worse than {limits} times the normal difference, up to "
+            f"context {case.depth}."
+        )
+    severity = "fail" if outcome is Outcome.FAIL else "inconclusive"
+    reasons = [finding for finding in findings if finding.severity == severity]
+    more = f" ({len(reasons) - 1} more below)" if len(reasons) > 1 else ""
+    return reasons[0].text.rstrip(".") + more + "."
