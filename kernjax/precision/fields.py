@@ -47,7 +47,7 @@ class LayerPolicy:
 
     - activations: every tensor between ops (projections, norms, residual stream).
     - weights: the matrices as multiplied. logits: the output of lm_head.
-    - attention, delta_rule: the rounding sites inside these ops (NUMERICS of each op's record).
+    - attention, delta_rule: the rounding sites inside these ops, as their own records list them.
       float32 means "as it arrives": attention.q in a bf16 policy is bf16 already.
     - qk (field delta_rule.qk): l2-normalised q and k, which enter the delta rule.
     - conv: the causal convolution: its sum, its silu and the window it keeps.
