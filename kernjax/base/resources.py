@@ -14,5 +14,10 @@ def data_dir(name: str) -> Path:
 
 
 def demo_dir() -> Path:
-    """The bundled demo: its checkpoint (an HF directory), recordings and band."""
-    return _PACKAGE / "demo" / "bundle"
+    """The bundled demo model: an HF directory."""
+    return _PACKAGE / "demo" / "checkpoint"
+
+
+def demo_recording(name: str) -> Path:
+    """A bundled recording or band of the demo, by its file name."""
+    return _PACKAGE / "demo" / "recordings" / name

@@ -8,7 +8,6 @@ layers only) become branches of one `lax.switch`.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -101,7 +100,11 @@ def _layer_step(
     """A function (kind, index among its kind, carry) -> (carry, captured)."""
     plans = {
         kind: _distinct(
-            [plan for plan, k in zip(execution.layers, config.layer_types, strict=True) if k == kind]
+            [
+                plan
+                for plan, k in zip(execution.layers, config.layer_types, strict=True)
+                if k == kind
+            ]
         )
         for kind in (LINEAR, FULL)
     }
@@ -123,8 +126,7 @@ def _layer_step(
         layer = nnx.merge(graph, jax.tree.map(lambda leaf: _at(leaf, index), params))
         distinct, which = plans[kind]
         branches = [
-            lambda operands, plan=plan: run(kind, plan, layer, index, operands)
-            for plan in distinct
+            lambda operands, plan=plan: run(kind, plan, layer, index, operands) for plan in distinct
         ]
         if len(branches) == 1:
             carry = branches[0](carry)

@@ -1,10 +1,10 @@
 """The Gated DeltaNet layer (transformers: `Qwen3_5GatedDeltaNet`; rule: arXiv 2412.06464).
 
-    qkv, z, b, a = x W                       conv over qkv, kernel 4, causal, then silu
-    q, k = l2norm(q), l2norm(k)              q * K^-0.5 inside the rule
-    beta = sigmoid(b)    g = -exp(A_log) * softplus(a + dt_bias)
-    S = exp(g) S;  S += k ((v - k^T S) beta)^T;  o = q^T S
-    y = W_out (rmsnorm(o) * w * silu(z))
+qkv, z, b, a = x W                       conv over qkv, kernel 4, causal, then silu
+q, k = l2norm(q), l2norm(k)              q * K^-0.5 inside the rule
+beta = sigmoid(b)    g = -exp(A_log) * softplus(a + dt_bias)
+S = exp(g) S;  S += k ((v - k^T S) beta)^T;  o = q^T S
+y = W_out (rmsnorm(o) * w * silu(z))
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MLP(nnx.Module):
 
 
 class DeltaNetLayer(nnx.Module):
-    """Parameters of one GDN layer, or of a stack of them (leading axis), named as in `params.py`."""
+    """Parameters of one GDN layer, or of a stack (leading axis), named as in `params.py`."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         self.input_norm = nnx.Param(params["input_norm"])
@@ -114,7 +114,16 @@ class DeltaNetLayer(nnx.Module):
         g = log_decay(a, self.A_log[...], self.dt_bias[...])
 
         rule = plan.op("delta_rule.recurrent" if decode else "delta_rule.chunked")
-        o, state = rule(q, k, v, g, beta, state, lengths=jnp.full((batch,), count, jnp.int32), formats=policy.delta_rule)
+        o, state = rule(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            state,
+            lengths=jnp.full((batch,), count, jnp.int32),
+            formats=policy.delta_rule,
+        )
 
         o = r(normalised(r(o), config.rms_norm_eps)) * self.norm[...].astype(jnp.float32)
         # The checkpoint's norm weight is in the model's dtype, so the product is rounded as well.
@@ -142,9 +151,7 @@ def causal_conv(
     time, kernel = x.shape[1], weight.shape[-1]
     inputs = jnp.concatenate([window.astype(jnp.float32), x.astype(jnp.float32)], axis=1)
     taps = weight.astype(jnp.float32)
-    y = sum(
-        inputs[:, tap : tap + time] * taps[:, tap] for tap in range(kernel)
-    )
+    y = sum(inputs[:, tap : tap + time] * taps[:, tap] for tap in range(kernel))
     y = store(silu(round_to(y, policy.conv)), policy.conv)
     new_window = jax.lax.dynamic_slice_in_dim(inputs, count, kernel - 1, axis=1)
     return y, new_window.astype(window.dtype)

@@ -87,19 +87,35 @@ class Scorer:
         self, tokens: np.ndarray, start: int, stop: int, cache: Cache, plans: list[RowPlan]
     ) -> tuple[Cache, _Part]:
         inside = [_inside(plan.prefill, start, stop) for plan in plans]
-        rows = [np.arange(len(plan.prefill))[where] for plan, where in zip(plans, inside, strict=True)]
+        rows = [
+            np.arange(len(plan.prefill))[where] for plan, where in zip(plans, inside, strict=True)
+        ]
         columns = [plan.prefill[where] - start for plan, where in zip(plans, inside, strict=True)]
         width = max(1, max(map(len, columns)))
         return self._run_window(tokens, start, stop, cache, plans, columns, rows, width, PREFILL)
 
     def _rescore(
-        self, tokens: np.ndarray, context_len: int, score_len: int, cache: Cache,
+        self,
+        tokens: np.ndarray,
+        context_len: int,
+        score_len: int,
+        cache: Cache,
         plans: list[RowPlan],
     ) -> _Part:
         columns = [np.arange(score_len if plan.rescore else 0, dtype=np.int32) for plan in plans]
-        rows = [len(plan.prefill) + score_len + np.arange(len(c)) for plan, c in zip(plans, columns, strict=True)]
+        rows = [
+            len(plan.prefill) + score_len + np.arange(len(c))
+            for plan, c in zip(plans, columns, strict=True)
+        ]
         _, part = self._run_window(
-            tokens, context_len, context_len + score_len, cache, plans, columns, rows, score_len,
+            tokens,
+            context_len,
+            context_len + score_len,
+            cache,
+            plans,
+            columns,
+            rows,
+            score_len,
             RESCORE,
         )
         return part
@@ -117,7 +133,11 @@ class Scorer:
         return cache, _Part(phase, positions, jax.device_get(scored))
 
     def _score_decode(
-        self, tokens: np.ndarray, context_len: int, score_len: int, cache: Cache,
+        self,
+        tokens: np.ndarray,
+        context_len: int,
+        score_len: int,
+        cache: Cache,
         plans: list[RowPlan],
     ) -> _Part:
         rows = [len(plan.prefill) + np.arange(score_len) for plan in plans]

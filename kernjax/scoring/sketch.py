@@ -20,7 +20,5 @@ def sketch(states: jax.Array) -> jax.Array:
     dim = states.shape[-1]
     signs = np.random.default_rng(0).integers(0, 2, (dim, SKETCH_DIM)) * 2 - 1
     projection = jnp.asarray(signs / np.sqrt(SKETCH_DIM), jnp.float32)
-    projected = jnp.einsum(
-        "...d,ds->...s", states, projection, precision=jax.lax.Precision.HIGHEST
-    )
+    projected = jnp.einsum("...d,ds->...s", states, projection, precision=jax.lax.Precision.HIGHEST)
     return jnp.moveaxis(projected, 0, -2)

@@ -1,0 +1,128 @@
+"""Records what a model says on a corpus: the ground truth, or a candidate at a reference's ids.
+
+  python -m kernjax.record --model=demo --corpus=demo --policy=f32 --out=out/reference
+  python -m kernjax.record --model=DIR --corpus=article --policy=f32 --out=gs://bucket/reference
+  python -m kernjax.record --model=demo --corpus=demo --policy=bf16,delta_rule.state=m7 \\
+      --reference=out/reference --out=out/state_m7
+
+Every segment of the corpus is prefilled in windows and then decoded token by token on its own
+text (teacher forcing). At each scored position the top-20 logprobs, the mass of the rest, the
+target's logprob, the top-1 id and the margin are kept, in float32, about 200 bytes a position.
+Without --reference the 20 ids are the run's own (a reference); with it they are the reference's.
+
+--policy says what is rounded where: `NAME[,field=value[@layers=3,7]]...`
+(`bf16,attention.p=fp8*448`). `f32` with highest-precision dots is the ground truth.
+--kernel OP=module:function puts your function in place of an op; the recording names it and the
+hash of its file. OP is one of attention.prefill, attention.decode, delta_rule.chunked,
+delta_rule.recurrent.
+--engine=transformers records the vendor's own modelling code instead (policies f32 and bf16).
+
+A run that was stopped, or killed, goes on with the same command. The same command twice gives the
+same bytes. The result is on standard output, its last line one JSON object; exit codes: 0 recorded,
+3 could not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kernjax.base import command
+from kernjax.base.resources import demo_dir
+
+FLAGS = command.Flags("record", __doc__)
+_MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
+_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
+_POLICY = FLAGS.string("policy", "f32", "Precision policy; see above.")
+_KERNEL = FLAGS.multi_string("kernel", "OP=module:function; may be repeated.")
+_OUT = FLAGS.string(
+    "out", None, "Where the recording is written (directory or gs://).", required=True
+)
+_REFERENCE = FLAGS.string("reference", None, "Recording at whose ids the rows are scored.")
+FLAGS.heading("How it runs")
+_ENGINE = FLAGS.enum("engine", "jax", ["jax", "transformers"], "Whose code computes.")
+_ATTENTION = FLAGS.enum("attn_implementation", "eager", ["eager", "sdpa"], "Of transformers.")
+_WINDOW = FLAGS.integer(
+    "prefill_window", None, "Tokens a prefill call; default: the policy's.", lower_bound=1
+)
+_BATCH_SIZE = FLAGS.integer("batch_size", 16, "Segments of one depth run together.", lower_bound=1)
+_MESH = FLAGS.string("mesh", None, "Devices, e.g. data=1,tensor=8.")
+_LIMIT = FLAGS.integer("limit", None, "At most so many segments per kind and depth.", lower_bound=1)
+_RESCORE = FLAGS.boolean("rescore", False, "Also score the decoded tokens by one prefill call.")
+_HIDDEN = FLAGS.boolean("hidden", False, "Also keep a sketch of the residual stream per layer.")
+_OVERWRITE = FLAGS.boolean("overwrite", False, "Replace a recording that is there already.")
+_MIRROR = FLAGS.string("mirror", None, "Directory with a text corpus's sources.")
+_ONLY_CHECK = FLAGS.boolean("only_check_args", False, "Check flags and files, then stop.")
+
+
+def main(args: list[str]) -> int:
+    del args
+    from kernjax.base.progress import Meter
+    from kernjax.precision import parse_policy
+    from kernjax.recording import load_recording
+    from kernjax.scoring.recorder import limited, record_corpus
+    from kernjax.texts import load_corpus
+    from kernjax.weights import parse_mesh
+
+    model = demo_dir() if _MODEL.value == "demo" else Path(_MODEL.value)
+    settings = _POLICY.value
+    if _WINDOW.value is not None:
+        settings += f",prefill_window={_WINDOW.value}"
+    policy = parse_policy(settings)
+    reference = load_recording(_REFERENCE.value) if _REFERENCE.value else None
+    tokenizer = model if (model / "tokenizer.json").is_file() else None
+    corpus = limited(load_corpus(_CORPUS.value, tokenizer, mirror=_MIRROR.value), _LIMIT.value)
+    mesh = parse_mesh(_MESH.value) if _MESH.value else None
+    producer = _producer(model, policy, mesh)
+    if _ONLY_CHECK.value:
+        command.print_json({"checked": True, "segments": len(corpus.segments)})
+        return command.EXIT_PASS
+    with Meter(f"record {policy}", unit="tok") as meter:
+        identity = record_corpus(
+            producer,
+            corpus,
+            _OUT.value,
+            reference=reference,
+            batch_size=_BATCH_SIZE.value,
+            rescore=_RESCORE.value,
+            overwrite=_OVERWRITE.value,
+            on_progress=meter.update,
+        )
+    recording = load_recording(_OUT.value)
+    print(f"{_OUT.value}: {len(recording.segments)} segments, {len(recording):,} rows, {policy}")
+    command.print_json(
+        {
+            "recording": _OUT.value,
+            "identity": identity,
+            "segments": len(recording.segments),
+            "rows": len(recording),
+            "non_finite": int(recording.non_finite.sum()),
+            "policy": str(policy),
+            "engine": _ENGINE.value,
+        }
+    )
+    return command.EXIT_PASS
+
+
+def _producer(model: Path, policy: Any, mesh: Any) -> Any:
+    from kernjax.base.errors import UserError
+    from kernjax.plugins import load_kernels
+    from kernjax.scoring.producer import JaxProducer
+
+    if _ENGINE.value == "jax":
+        kernels = load_kernels(_KERNEL.value)
+        return JaxProducer(
+            model, policy, kernels, mesh=mesh, hidden=_HIDDEN.value, progress=_MODEL.value != "demo"
+        )
+    if _KERNEL.value or mesh is not None or _HIDDEN.value:
+        raise UserError(
+            "--kernel, --mesh and --hidden go with --engine=jax.",
+            todo="Drop them: the vendor's code runs as it is.",
+        )
+    from kernjax.engines.transformers import TransformersProducer
+
+    return TransformersProducer(model, policy, attn_implementation=_ATTENTION.value)
+
+
+if __name__ == "__main__":
+    command.run(main, FLAGS)

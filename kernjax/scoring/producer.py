@@ -1,0 +1,194 @@
+"""A producer of distributions: a model directory under a policy, with somebody's kernels."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from kernjax import __version__
+from kernjax.base.errors import UserError
+from kernjax.base.hashing import sha256_file
+from kernjax.model import Decoder, ModelConfig, plan_execution
+from kernjax.model.params import abstract_params, leaves, tree_of
+from kernjax.plugins import Kernel, check_called, check_policy
+from kernjax.precision import Policy, executed_sites
+from kernjax.scoring.batch import RowPlan, Scorer
+from kernjax.scoring.compilation import use_compilation_cache
+from kernjax.scoring.sketch import SKETCH_DIM
+from kernjax.texts import Corpus
+from kernjax.weights import format_mesh, load_params, weights_sha256
+from pallas_kernels.formats import Format, round_to
+
+_PACKAGES = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy")
+
+
+class Producer(Protocol):
+    """What a recording is made with: scores batches, and says what it is."""
+
+    policy: Policy
+    vocab_size: int
+
+    def identity(self) -> dict[str, Any]:
+        """Keyword arguments of `build_manifest`, less corpus, batch size and reference."""
+        ...
+
+    def check_corpus(self, corpus: Corpus) -> None:
+        """UserError when the policy sets something that this corpus never executes."""
+        ...
+
+    def score(
+        self,
+        tokens: np.ndarray,
+        context_len: int,
+        plans: list[RowPlan],
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> list[dict[str, np.ndarray]]:
+        """As `Scorer.score`."""
+        ...
+
+
+class JaxProducer:
+    """Our own model. `hidden=True` adds per-layer sketches of the residual stream."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        policy: Policy,
+        kernels: Mapping[str, Kernel] | None = None,
+        *,
+        mesh: Mesh | None = None,
+        hidden: bool = False,
+        progress: bool = False,
+    ) -> None:
+        self.directory, self.policy, self.mesh, self.hidden = Path(directory), policy, mesh, hidden
+        self.kernels = dict(kernels or {})
+        config = self.config = ModelConfig.from_directory(directory)
+        self.vocab_size = config.vocab_size
+        policy.validate_layers(config.num_layers, config.layer_types)
+        check_policy(self.kernels, policy)
+        use_compilation_cache()
+        params = load_params(
+            directory, config, dtype=_load_dtype(policy.weights), mesh=mesh, progress=progress
+        )
+        decoder = Decoder(config, rounded(params, config, policy.weights))
+        execution = plan_execution(policy, config.num_layers, self.kernels)
+        self._scorer = Scorer(decoder, execution, policy.prefill_window, hidden=hidden)
+
+    def identity(self) -> dict[str, Any]:
+        tokenizer = self.directory / "tokenizer.json"
+        shape = [self.config.num_layers, SKETCH_DIM]
+        return {
+            "model": {
+                "name": self.directory.name,
+                "weights_sha256": weights_sha256(self.directory, self.config),
+                "config_sha256": sha256_file(self.directory / "config.json"),
+                "vocab_size": self.vocab_size,
+            },
+            "tokenizer_sha256": sha256_file(tokenizer) if tokenizer.is_file() else None,
+            "policy": self.policy.to_dict(),
+            "kernels": {op: kernel.to_dict() for op, kernel in sorted(self.kernels.items())},
+            "engine": "jax",
+            "versions": {"kernjax": __version__, **{name: version(name) for name in _PACKAGES}},
+            "device": device_name(),
+            "mesh": None if self.mesh is None else format_mesh(self.mesh),
+            "prefill_window": self.policy.prefill_window,
+            "logits_dtype": self.policy.logits.dtype,
+            "commit": commit(),
+            "extras": {"hidden_sketch": {"dtype": "float32", "shape": shape}}
+            if self.hidden
+            else {},
+        }
+
+    def check_corpus(self, corpus: Corpus) -> None:
+        window = self.policy.prefill_window
+        self.policy.check_executed(
+            executed_sites(
+                self.config.layer_types,
+                windows=max(-(-segment.context_len // window) for segment in corpus.segments),
+                decode_steps=max(segment.score_len for segment in corpus.segments),
+            )
+        )
+
+    def score(
+        self,
+        tokens: np.ndarray,
+        context_len: int,
+        plans: list[RowPlan],
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> list[dict[str, np.ndarray]]:
+        rows = self._scorer.score(tokens, context_len, plans, progress)
+        check_called(self.kernels)
+        return rows
+
+
+def rounded(params: Mapping[str, Any], config: ModelConfig, weights: Format) -> dict[str, Any]:
+    """The parameter tree, matrices on the grid of `weights`; norms and gates stay float32."""
+    specs = dict(leaves(abstract_params(config)))
+    if weights.is_exact or _load_dtype(weights) != "float32":
+        return dict(params)
+    return tree_of(
+        (path, leaf if specs[path].keep_float32 else round_to(leaf, weights))
+        for path, leaf in leaves(params)
+    )
+
+
+def _load_dtype(weights: Format) -> str:
+    """What the matrices are held in: the format's own dtype where a matrix product takes it."""
+    plain = weights.storage_dtype.name
+    return plain if plain in ("bfloat16", "float16") else "float32"
+
+
+def device_name() -> str:
+    """Kind and number of what computes: reductions may be ordered by either."""
+    device = jax.devices()[0]
+    # XLA on a CPU splits some reductions by the number of threads.
+    count = os.cpu_count() if device.platform == "cpu" else len(jax.devices())
+    return f"{device.platform}:{device.device_kind} x {count}"
+
+
+@functools.cache
+def commit() -> str | None:
+    """The git commit of the code that runs, `-dirty` when files differ; None outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        return subprocess.run(
+            [
+                "git",
+                "-C",
+                str(root),
+                "describe",
+                "--always",
+                "--dirty",
+                "--abbrev=40",
+                "--exclude=*",
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=20,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def check_tokenizer(producer: Producer, corpus: Corpus, tokenizer_sha256: str | None) -> None:
+    """UserError unless the ids of `corpus` are ids of this model."""
+    corpus.check_vocabulary(producer.vocab_size)
+    if corpus.tokenizer_sha256 and tokenizer_sha256 and corpus.tokenizer_sha256 != tokenizer_sha256:
+        raise UserError(
+            f"Corpus {corpus.name} was tokenised with tokenizer {corpus.tokenizer_sha256[:12]}, the"
+            f" model has {tokenizer_sha256[:12]}.",
+            "The ids mean other texts.",
+            "Build the corpus with this model (kernjax.corpus build).",
+        )

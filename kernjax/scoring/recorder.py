@@ -1,0 +1,143 @@
+"""Runs a producer over a corpus and writes the recording, batch by batch, resumable."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kernjax.base.errors import UserError
+from kernjax.recording import Recording, RecordingWriter, build_manifest
+from kernjax.scoring.batch import RowPlan
+from kernjax.scoring.positions import PREFILL, RESCORE, prefill_positions
+from kernjax.scoring.producer import Producer, check_tokenizer
+from kernjax.texts import Corpus, Segment
+
+EXTRAS = ("hidden_sketch",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What has been done so far, after each prefill window, decode and batch."""
+
+    batch: int
+    batches: int
+    tokens: int
+    total_tokens: int
+    seconds: float
+    segment: str | None = None  # set when a batch is complete: its first segment
+
+
+def limited(corpus: Corpus, limit: int | None) -> Corpus:
+    """The first `limit` segments of every kind and depth; the whole corpus for None."""
+    if limit is None:
+        return corpus
+    kept = {s.id for segments in corpus.strata().values() for s in segments[:limit]}
+    segments = [segment for segment in corpus.segments if segment.id in kept]
+    if len(segments) == len(corpus.segments):
+        return corpus
+    return Corpus.build(corpus.name, segments, corpus.tokenizer_sha256)
+
+
+def record_corpus(
+    producer: Producer,
+    corpus: Corpus,
+    out: str | Path,
+    *,
+    reference: Recording | None = None,
+    batch_size: int = 16,
+    rescore: bool = False,
+    overwrite: bool = False,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> str:
+    """Scores `corpus` and writes the recording to `out`; its identity.
+
+    With a `reference` the same positions are scored at its ids (its segments must be those of the
+    corpus); without one the rows are the producer's own top 20. A run that stopped goes on at the
+    batches whose segments are missing; batches are always cut from the whole corpus, so that what
+    shares a batch, and with it every bit, does not depend on where a run stopped.
+    """
+    producer.check_corpus(corpus)
+    identity = producer.identity()
+    check_tokenizer(producer, corpus, identity["tokenizer_sha256"])
+    plans = _plans(corpus, producer.policy.prefill_window, rescore, reference)
+    segments = [
+        {**segment.to_dict(), "rows": len(plan.prefill) + segment.score_len * (1 + plan.rescore)}
+        for segment, plan in zip(corpus.segments, plans, strict=True)
+    ]
+    manifest = build_manifest(
+        **identity,
+        corpus={"name": corpus.name, "sha256": corpus.sha256},
+        batch_size=batch_size,
+        reference=None if reference is None else reference.identity,
+    )
+    writer = RecordingWriter.open_or_create(out, manifest, segments, overwrite)
+    missing = set(writer.missing())
+    batches = [b for b in _batches(corpus.segments, batch_size) if missing & set(b)]
+    total = sum(corpus.segments[i].length - 1 for batch in batches for i in batch)
+    done, began = 0, time.monotonic()
+    for number, batch in enumerate(batches):
+        chosen = [corpus.segments[i] for i in batch]
+
+        def advanced(tokens: int, number: int = number, width: int = len(batch)) -> None:
+            nonlocal done
+            done += tokens * width
+            seconds = time.monotonic() - began
+            on_progress(Progress(number, len(batches), done, total, seconds))
+
+        scored = producer.score(
+            np.stack([segment.tokens for segment in chosen]),
+            chosen[0].context_len,
+            [plans[i] for i in batch],
+            advanced,
+        )
+        for index, rows in zip(batch, scored, strict=True):
+            extras = {name: rows.pop(name) for name in EXTRAS if name in rows}
+            if index in missing:
+                writer.write(index, rows, extras or None)
+        seconds = time.monotonic() - began
+        on_progress(Progress(number + 1, len(batches), done, total, seconds, chosen[0].id))
+    return writer.finish()
+
+
+def _plans(
+    corpus: Corpus, window: int, rescore: bool, reference: Recording | None
+) -> list[RowPlan]:
+    if reference is None:
+        return [
+            RowPlan(prefill_positions(s.context_len, window, s.documents), rescore)
+            for s in corpus.segments
+        ]
+    _check_same_segments(corpus, reference)
+    plans = []
+    for segment in corpus.segments:
+        rows = reference.rows_of(segment.id)
+        phase = reference.phase[rows]
+        prefill = reference.pos[rows][phase == PREFILL]
+        plans.append(RowPlan(prefill, bool((phase == RESCORE).any()), reference.top_ids[rows]))
+    return plans
+
+
+def _check_same_segments(corpus: Corpus, reference: Recording) -> None:
+    if reference.manifest["corpus"]["sha256"] != corpus.sha256:
+        raise UserError(
+            f"Recording {reference.path} was made from corpus"
+            f" {reference.manifest['corpus']['sha256'][:12]} but --corpus is {corpus.sha256[:12]}:"
+            " positions do not correspond.",
+            todo="Pass the corpus (and --limit) it was made from, or record the reference anew.",
+        )
+
+
+def _batches(segments: Sequence[Segment], size: int) -> Iterator[list[int]]:
+    """Indices of segments that share context and decode length, in groups of at most `size`."""
+
+    def shape(index: int) -> tuple[int, int]:
+        return segments[index].context_len, segments[index].score_len
+
+    for _, group in itertools.groupby(sorted(range(len(segments)), key=shape), key=shape):
+        indices = list(group)
+        yield from (indices[at : at + size] for at in range(0, len(indices), size))
