@@ -45,8 +45,9 @@ def cut_segments(cuts: Sequence[Cut], groups: dict[str, list[Group]]) -> list[Se
 
     Segments do not overlap. Longest first, each goes to the group that has given fewest so far
     (then to the one with most left), so that one depth is drawn from different texts. Inside a
-    group they are spread evenly, the gaps between them equal; where a document starts within the
-    gap before a segment, the segment starts there. Raises UserError when a kind has too little.
+    group they are spread evenly, the gaps between them equal; where a document starts in the gap
+    at most the segment's length before it, the segment starts there. Raises UserError when a kind
+    has too little text.
     """
     chosen: dict[tuple[int, int], tuple[str, int]] = {}  # (cut, number) -> (kind, group)
     for kind in dict.fromkeys(cut.kind for cut in cuts):
@@ -93,7 +94,8 @@ def _place(
         for index, number in members:
             cut = cuts[index]
             document = starts[bisect.bisect_right(starts, even) - 1]
-            begin = document if document >= previous_end else even
+            near = document >= previous_end and even - document <= cut.length
+            begin = document if near else even
             end = begin + cut.length
             segments[index, number] = Segment(
                 id=f"{kind}-{cut.context_len}-{number:02d}",

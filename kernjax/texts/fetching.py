@@ -112,6 +112,7 @@ def _download(source: Source, part: Path, on_bytes: Progress, pause_s: float) ->
             part.unlink()
             reason = f"its sha256 is {found}"
             if not resumed_from:
+                counter.take_back()
                 raise UserError(
                     f"{source.address}: {reason}, and was thrown away.",
                     f"Expected {source.sha256}.",

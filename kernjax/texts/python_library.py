@@ -7,6 +7,7 @@ on the same machine; its sha256 says so.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -56,7 +57,11 @@ def code_documents(max_chars: int) -> list[str]:
 
 
 def prose_documents() -> list[str]:
-    """The topics of Python's manual (`pydoc_data`), in order of their names."""
+    """The topics of Python's manual (`pydoc_data`), in order of their names.
+
+    Topics quote each other at length; a paragraph that an earlier topic had is left out, so that
+    segments cut from different places stay independent.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -66,15 +71,27 @@ def prose_documents() -> list[str]:
             "Expected the manual's topics that `help()` reads.",
             "Use another Python, or another corpus.",
         ) from None
-    return [topics[name].strip("\n") + "\n" for name in sorted(topics)]
+    seen: set[str] = set()
+    documents = []
+    for name in sorted(topics):
+        kept = []
+        for paragraph in topics[name].strip("\n").split("\n\n"):
+            words = " ".join(paragraph.split())
+            if words and words not in seen:
+                seen.add(words)
+                kept.append(paragraph)
+        if kept:
+            documents.append("\n\n".join(kept) + "\n")
+    return documents
 
 
 def _files(root: Path) -> list[Path]:
     chosen = []
-    for path in root.rglob("*.py"):
-        parts = path.relative_to(root).parts
-        if _SKIPPED_DIRS.isdisjoint(parts[:-1]) and not parts[-1].startswith("_sysconfigdata"):
-            chosen.append(path)
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if name not in _SKIPPED_DIRS]
+        for name in names:
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                chosen.append(Path(directory, name))
     return chosen
 
 

@@ -79,7 +79,7 @@ def vet_tokens(corpus: Corpus) -> list[Remark]:
                 f"{repeats:.0%} of the scored tokens of segment {segment.id!r} repeat themselves: "
                 "the text runs in a loop."
             )
-            remarks.append(Remark("loop", repeats > 0.75, text))
+            remarks.append(Remark("loop", repeats > 0.5, text))
     return remarks
 
 
