@@ -47,7 +47,8 @@ def read_segments(
         {name: arrays[name][index, :rows].read() for name in layout.names}
         for index, rows in enumerate(layout.rows)
     ]
-    segments, bad = [], {}
+    segments: list[dict[str, np.ndarray]] = []
+    bad: dict[int, str] = {}
     for index, (future, checksum) in enumerate(zip(futures, checksums, strict=True)):
         packed = {}
         for name in layout.names:

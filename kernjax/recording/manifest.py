@@ -117,17 +117,16 @@ def complete_manifest(
 
 
 def _complete_segment(index: int, segment: Any) -> dict[str, Any]:
-    for key, kind, least in (
-        ("id", str, None),
-        ("kind", str, None),
-        ("context_len", int, 1),
-        ("score_len", int, 0),
-        ("rows", int, 1),
-    ):
+    for key in ("id", "kind"):
+        if not (isinstance(segment.get(key), str) and segment[key]):
+            raise UserError(f"Segment {index} has {key}={segment.get(key)!r}.", "Expected a name.")
+    for key, least in (("context_len", 1), ("score_len", 0), ("rows", 1)):
         value = segment.get(key)
-        if not isinstance(value, kind) or (value == "" if least is None else value < least):
-            expected = "a name" if least is None else f"an integer of at least {least}"
-            raise UserError(f"Segment {index} has {key}={value!r}.", f"Expected {expected}.")
+        if not isinstance(value, int) or value < least:
+            raise UserError(
+                f"Segment {segment['id']} has {key}={value!r}.",
+                f"Expected an integer of at least {least}.",
+            )
     return {"documents": [0], **segment}
 
 

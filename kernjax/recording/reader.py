@@ -95,7 +95,7 @@ class Recording:
         """
         chosen = sorted({self._index(segment) for segment in segments})
         rows = np.isin(self.segment, chosen)
-        arrays = {
+        arrays: dict[str, Any] = {
             field.name: _freeze(getattr(self, field.name)[rows])
             for field in dataclasses.fields(self)
             if isinstance(getattr(self, field.name), np.ndarray)

@@ -33,7 +33,7 @@ def storage_errors(action: str, where: str) -> Iterator[None]:
         # Without the [source locations='...'] that TensorStore appends.
         reason = re.sub(r"\s*\[.*\]\s*$", "", str(error).replace("\n", " ")).rstrip(".")
         lowered = reason.lower()
-        if "no space" in lowered or "resource_exhausted" in lowered or "too large" in lowered:
+        if any(sign in lowered for sign in ("no space", "resource_exhausted", "failed to write")):
             todo = "Free space there, or choose another place, and run the same command again."
         elif "permission" in lowered or "unauthenticated" in lowered:
             todo = "Check the permissions or credentials, and run the same command again."
