@@ -28,11 +28,17 @@ nothing to remark) · 2 vet: usable with the reservations it names · 3 refused,
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kernjax.base import command
 from kernjax.base.errors import UserError
+from kernjax.base.resources import demo_dir
+
+if TYPE_CHECKING:
+    from kernjax import texts
 
 FLAGS = command.Flags("corpus", __doc__, positional="ACTION")
 _CORPUS = FLAGS.string("corpus", None, "A known name, a manifest, or a directory with one.")
@@ -146,7 +152,7 @@ def _list() -> int:
     return command.EXIT_PASS
 
 
-def _is_here(source: Any, cache_dir: Any, mirror: Any) -> bool:
+def _is_here(source: texts.Source, cache_dir: Path, mirror: texts.Mirror | None) -> bool:
     # By name only: `fetch` is what verifies.
     return (cache_dir / source.key).is_file() or bool(mirror and mirror.find(source))
 
@@ -222,8 +228,6 @@ def _fetch() -> int:
 
 
 def _build() -> int:
-    import dataclasses
-
     from kernjax import texts
 
     tokenizer = texts.load_tokenizer(_model_dir())
@@ -266,7 +270,7 @@ def _vet() -> int:
     return code
 
 
-def _print_profiles(profiles: list[Any]) -> None:
+def _print_profiles(profiles: list[texts.Profile]) -> None:
     if profiles:
         print(
             f"  {'kind':<10}{'context':>8}{'rows':>8}{'other':>8}{'entropy':>9}"
@@ -314,7 +318,7 @@ def _sample() -> int:
     )
 
 
-def _write(corpus: Any, description: str) -> int:
+def _write(corpus: texts.Corpus, description: str) -> int:
     from kernjax import texts
 
     path = texts.write_corpus(
@@ -335,7 +339,7 @@ def _write(corpus: Any, description: str) -> int:
     return command.EXIT_PASS
 
 
-def _load(tokenizer: Any) -> Any:
+def _load(tokenizer: Path | texts.Tokenizer | None) -> texts.Corpus:
     from kernjax import texts
 
     return texts.load_corpus(
@@ -343,26 +347,20 @@ def _load(tokenizer: Any) -> Any:
     )
 
 
-def _model_dir() -> Any:
-    from pathlib import Path
-
-    from kernjax.base.resources import demo_dir
-
+def _model_dir() -> Path:
     path = demo_dir() if _MODEL.value == "demo" else Path(_MODEL.value)
     if not path.exists():
         raise UserError(f"--model={_MODEL.value} does not exist.", "Expected a model directory.")
     return path
 
 
-def _cache_dir() -> Any:
-    from pathlib import Path
-
+def _cache_dir() -> Path:
     from kernjax.texts import default_cache_dir
 
     return Path(_CACHE_DIR.value) if _CACHE_DIR.value else default_cache_dir()
 
 
-def _mirror() -> Any:
+def _mirror() -> texts.Mirror | None:
     from kernjax.texts import Mirror
 
     return Mirror(_MIRROR.value) if _MIRROR.value else None

@@ -34,7 +34,7 @@ def test_independent_texts_are_good():
 def test_thin_strata_are_named():
     remarks = vet_tokens(corpus_of(*[random_ids(seed) for seed in range(15)]))
     assert names(remarks) == {("thin", False)}
-    assert "prose at 300 has 15 segments" in remarks[0].text
+    assert remarks[0].text == "fewer than 16 independent segments: prose at 300 (15)."
 
 
 @pytest.mark.parametrize(("copied", "expected"), [(300, True), (100, False), (20, None)])

@@ -7,6 +7,7 @@ import difflib
 import re
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from absl import flags as absl_flags
 
@@ -58,7 +59,7 @@ class Flags(absl_flags.FlagValues):
 
     def string(
         self, name: str, default: str | None, help: str, *, required: bool = False
-    ) -> Holder[str]:
+    ) -> Holder[Any]:
         """A text flag."""
         self._note(name, help, "text", required)
         return absl_flags.DEFINE_string(name, default, help, flag_values=self)
@@ -72,7 +73,7 @@ class Flags(absl_flags.FlagValues):
         required: bool = False,
         lower_bound: int | None = None,
         upper_bound: int | None = None,
-    ) -> Holder[int]:
+    ) -> Holder[Any]:
         """A whole number, within the bounds (inclusive)."""
         self._note(name, help, "a whole number" + _within(lower_bound, upper_bound), required)
         return absl_flags.DEFINE_integer(
@@ -88,14 +89,14 @@ class Flags(absl_flags.FlagValues):
         required: bool = False,
         lower_bound: float | None = None,
         upper_bound: float | None = None,
-    ) -> Holder[float]:
+    ) -> Holder[Any]:
         """A number, within the bounds (inclusive)."""
         self._note(name, help, "a number" + _within(lower_bound, upper_bound), required)
         return absl_flags.DEFINE_float(
             name, default, help, lower_bound, upper_bound, flag_values=self
         )
 
-    def boolean(self, name: str, default: bool, help: str) -> Holder[bool]:
+    def boolean(self, name: str, default: bool, help: str) -> Holder[Any]:
         """A switch: --name or --noname."""
         self._note(name, help, "true or false", False)
         return absl_flags.DEFINE_boolean(name, default, help, flag_values=self)
@@ -108,19 +109,19 @@ class Flags(absl_flags.FlagValues):
         help: str,
         *,
         required: bool = False,
-    ) -> Holder[str]:
+    ) -> Holder[Any]:
         """One of the given words."""
         self._note(name, help, f"one of {', '.join(values)}", required)
         return absl_flags.DEFINE_enum(name, default, list(values), help, flag_values=self)
 
-    def multi_string(self, name: str, help: str, *, required: bool = False) -> Holder[list[str]]:
+    def multi_string(self, name: str, help: str, *, required: bool = False) -> Holder[Any]:
         """A text flag that may be repeated; its value is a list, empty when not given."""
         self._note(name, f"{help} (may be repeated)", "text", required)
         return absl_flags.DEFINE_multi_string(name, [], help, flag_values=self)
 
     def comma_list(
         self, name: str, default: Sequence[str], help: str, *, required: bool = False
-    ) -> Holder[list[str]]:
+    ) -> Holder[Any]:
         """Words separated by commas; its value is a list."""
         self._note(name, help, "words separated by commas", required)
         return absl_flags.DEFINE_list(name, list(default), help, flag_values=self)
@@ -192,7 +193,8 @@ class Flags(absl_flags.FlagValues):
         if entry.is_required:
             head += " (required)"
         elif flag.default not in (None, "", []):
-            head += f" (default: {flag.default_as_str.strip(chr(39))})"
+            default = (flag.default_as_str or "").strip("'")
+            head += f" (default: {default})"
         margin = " " * 6
         text = textwrap.wrap(entry.help, 94, initial_indent=margin, subsequent_indent=margin)
         return [head, *text]

@@ -270,7 +270,7 @@ def _check_count(value: Any, key: str, where: str, least: int) -> None:
 
 def _check_type(value: Any, kind: type, key: str, where: str) -> None:
     if not isinstance(value, kind):
-        names = {str: "text", list: "a list", dict: "a table"}
+        names: dict[type, str] = {str: "text", list: "a list", dict: "a table"}
         raise UserError(f"{where}: {key}={value!r}.", f"Expected {names[kind]}.")
 
 

@@ -50,16 +50,14 @@ class Profile:
 def vet_tokens(corpus: Corpus) -> list[Remark]:
     """Remarks on the tokens alone: thin strata, shared text, text that repeats itself."""
     remarks = []
-    for (kind, context_len), segments in corpus.strata().items():
-        if len(segments) < ENOUGH_SEGMENTS:
-            remarks.append(
-                Remark(
-                    "thin",
-                    False,
-                    f"{kind} at {context_len} has {len(segments)} segments; intervals want at "
-                    f"least {ENOUGH_SEGMENTS} independent ones.",
-                )
-            )
+    thin = [
+        f"{kind} at {context_len} ({len(segments)})"
+        for (kind, context_len), segments in corpus.strata().items()
+        if len(segments) < ENOUGH_SEGMENTS
+    ]
+    if thin:
+        text = f"fewer than {ENOUGH_SEGMENTS} independent segments: {', '.join(thin)}."
+        remarks.append(Remark("thin", False, text))
     windows = [_windows(segment.tokens) for segment in corpus.segments]
     shared = _shared(windows)
     for segment, hashes, is_shared in zip(corpus.segments, windows, shared, strict=True):
