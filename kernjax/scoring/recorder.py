@@ -33,14 +33,14 @@ class Progress:
 
 
 def limited(corpus: Corpus, limit: int | None) -> Corpus:
-    """The first `limit` segments of every kind and depth; the whole corpus for None."""
+    """The first `limit` segments of every kind and depth; the whole corpus for None.
+
+    It keeps the corpus's hash: a part is comparable with a reference made on the whole.
+    """
     if limit is None:
         return corpus
     kept = {s.id for segments in corpus.strata().values() for s in segments[:limit]}
-    segments = [segment for segment in corpus.segments if segment.id in kept]
-    if len(segments) == len(corpus.segments):
-        return corpus
-    return Corpus.build(corpus.name, segments, corpus.tokenizer_sha256)
+    return dataclasses.replace(corpus, segments=tuple(s for s in corpus.segments if s.id in kept))
 
 
 def record_corpus(
@@ -97,8 +97,8 @@ def record_corpus(
         )
         for index, rows in zip(batch, scored, strict=True):
             extras = {name: rows.pop(name) for name in EXTRAS if name in rows}
-            if index in missing:
-                writer.write(index, rows, extras or None)
+            # Segments that were there already are compared: a producer that changed is refused.
+            writer.write(index, rows, extras or None)
         seconds = time.monotonic() - began
         on_progress(Progress(number + 1, len(batches), done, total, seconds, chosen[0].id))
     return writer.finish()

@@ -1,0 +1,98 @@
+"""One model and one corpus on which several producers are recorded, for check and calibrate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from kernjax.base.errors import UserError
+from kernjax.base.resources import demo_dir, demo_recording
+from kernjax.plugins import Kernel
+from kernjax.precision import Policy
+from kernjax.recording import Recording, load_recording
+from kernjax.scoring.producer import JaxProducer
+from kernjax.scoring.recorder import Progress, limited, record_corpus
+from kernjax.texts import Corpus, load_corpus
+from kernjax.weights import parse_mesh
+
+
+def model_directory(name: str) -> Path:
+    """The directory `--model` names; `demo` is the bundled one."""
+    return demo_dir() if name == "demo" else Path(name)
+
+
+def default_reference(model: str, corpus: str) -> str:
+    """Where the bundled reference for `corpus` lies; UserError when there is none."""
+    return _bundled(model, corpus, "reference", f"{corpus}.f32.zip")
+
+
+def default_band(model: str, corpus: str) -> str:
+    """Where the bundled band for `corpus` lies; UserError when there is none."""
+    return _bundled(model, corpus, "band", f"{corpus}.band.json")
+
+
+def _bundled(model: str, corpus: str, what: str, name: str) -> str:
+    path = demo_recording(name)
+    if model != "demo" or not path.exists():
+        raise UserError(
+            f"--{what} is missing, and there is none bundled for --model={model}"
+            f" --corpus={corpus}.",
+            "The demo's own are bundled for its corpora `demo` and `demo-deep`.",
+            "Make one: kernjax.record --policy=f32 for a reference, kernjax.calibrate for a band.",
+        )
+    return str(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What every recording of one command shares."""
+
+    model: Path
+    corpus: Corpus
+    reference: Recording
+    batch_size: int
+    mesh: str | None = None
+
+    @classmethod
+    def open(
+        cls,
+        model: str,
+        corpus: str,
+        reference: str,
+        *,
+        batch_size: int,
+        mesh: str | None = None,
+        mirror: str | None = None,
+    ) -> Session:
+        directory = model_directory(model)
+        tokenizer = directory if (directory / "tokenizer.json").is_file() else None
+        return cls(
+            directory,
+            load_corpus(corpus, tokenizer, mirror=mirror),
+            load_recording(reference),
+            batch_size,
+            mesh,
+        )
+
+    def record(
+        self,
+        policy: Policy,
+        out: Path,
+        kernels: Mapping[str, Kernel] | None = None,
+        *,
+        limit: int | None = None,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+    ) -> Recording:
+        """Records `policy` at the reference's ids into `out` (resuming what is there)."""
+        mesh = None if self.mesh is None else parse_mesh(self.mesh)
+        producer = JaxProducer(self.model, policy, kernels, mesh=mesh)
+        record_corpus(
+            producer,
+            limited(self.corpus, limit),
+            out,
+            reference=self.reference,
+            batch_size=self.batch_size,
+            on_progress=on_progress,
+        )
+        return load_recording(out)

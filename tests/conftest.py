@@ -1,0 +1,25 @@
+"""Strict arithmetic for every test, and one compilation cache for the whole session."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+# A silent promotion (bf16 + f32, say) is a rounding nobody asked for.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_dir(tmp_path_factory):
+    """Nothing a test does reads or writes the user's cache; commands in subprocesses inherit it."""
+    previous = os.environ.get("KERNJAX_CACHE_DIR")
+    os.environ["KERNJAX_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if previous is None:
+        del os.environ["KERNJAX_CACHE_DIR"]
+    else:
+        os.environ["KERNJAX_CACHE_DIR"] = previous
