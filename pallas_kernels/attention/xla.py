@@ -1,13 +1,32 @@
-"""Blockwise attention in plain XLA: O(context) memory, tiles above the diagonal skipped."""
+"""Blockwise attention in plain XLA: O(context) memory on any platform, and the CPU's own path.
+
+Queries are cut into tiles that share one loop over tiles of `block_k` keys (the online softmax of
+`AttentionFormats`). The trip count is traced: a query tile stops at its last visible key, so tiles
+above the causal diagonal and slots past kv_length cost nothing. Tiles that every query sees whole
+go through a loop without masks; only the edge tiles pay for them.
+
+The N // G query heads of a key head are rows of one dot with it, so K and V are never repeated.
+Operands whose values fit bfloat16 exactly (bf16 formats, e4m3 P, bf16 or fp8 caches) are multiplied
+as bfloat16 with float32 sums: the same products, at a multiple of the float32 rate.
+"""
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.formats import AttentionFormats
+from pallas_kernels.formats import E4M3, Format, round_to
 
-_BLOCK_Q = 256
+# Rows of scores per tile over the whole batch: 2048 x 512 float32 is 4 MB, about the second-level
+# cache of two cores; larger tiles spill, smaller ones lose GEMM rate.
+_ROWS = 2048
+_LEAST_QUERIES, _MOST_QUERIES = 64, 512
+# Where tiles do not change the result, decode takes few large ones: each costs a fixed time.
+_DECODE_BLOCK_K = 2048
+_LOG2_E = math.log2(math.e)
 
 
 def prefill(
@@ -22,68 +41,180 @@ def prefill(
     v_scale: float | jax.Array = 1.0,
     formats: AttentionFormats = AttentionFormats(),  # noqa: B008 - frozen
 ) -> jax.Array:
-    """Attention outputs [B, T, N, Hv]; arguments as `pallas_kernels.attention.prefill`."""
-    batch, tokens, heads, _ = q.shape
-    outputs = []
-    for start in range(0, tokens, _BLOCK_Q):
-        tile = q[:, start : start + _BLOCK_Q]
-        outputs.append(
-            _query_tile(tile, k, v, q_offset + start, kv_length, scale, k_scale, v_scale, formats)
-        )
-    return jnp.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
+    """Attention outputs [B, T, N, Hv] float32; arguments as `pallas_kernels.attention.prefill`.
+
+    NotImplementedError for float64: the reference has it.
+    """
+    _refuse_float64(q, k, v)
+    batch, tokens, heads, width = q.shape
+    queries = min(max(_ROWS // (batch * heads), _LEAST_QUERIES), _MOST_QUERIES)
+    block_k = min(formats.block_k, k.shape[1])
+    args = (k, v, kv_length, scale, k_scale, v_scale, formats, block_k)
+    if tokens <= queries:
+        return _query_tile(q, q_offset, q_offset + tokens, *args)
+    tiles = -(-tokens // queries)
+    q = jnp.pad(q, ((0, 0), (0, tiles * queries - tokens), (0, 0), (0, 0)))
+
+    def one_tile(i: jax.Array) -> jax.Array:
+        q_tile = jax.lax.dynamic_slice_in_dim(q, i * queries, queries, axis=1)
+        return _query_tile(q_tile, q_offset + i * queries, q_offset + tokens, *args)
+
+    out = jax.lax.map(one_tile, jnp.arange(tiles, dtype=jnp.int32))  # [tiles, B, queries, N, Hv]
+    out = jnp.moveaxis(out, 0, 1).reshape(batch, tiles * queries, heads, v.shape[-1])
+    return out[:, :tokens]
 
 
-decode = prefill
+def decode(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    q_offset: jax.Array,
+    kv_length: jax.Array,
+    scale: float,
+    k_scale: float | jax.Array = 1.0,
+    v_scale: float | jax.Array = 1.0,
+    formats: AttentionFormats = AttentionFormats(),  # noqa: B008 - frozen
+) -> jax.Array:
+    """As `prefill`, for the few query tokens of a decode step."""
+    _refuse_float64(q, k, v)
+    block_k = formats.block_k
+    if formats.is_tile_independent:
+        block_k = max(block_k, _DECODE_BLOCK_K)
+    block_k = min(block_k, k.shape[1])
+    end = q_offset + q.shape[1]
+    return _query_tile(q, q_offset, end, k, v, kv_length, scale, k_scale, v_scale, formats, block_k)
 
 
-def _query_tile(q, k, v, q_offset, kv_length, scale, k_scale, v_scale, formats):
-    """[B, Tq, N, Hv] for one tile of queries: the online softmax over tiles of keys."""
+def _refuse_float64(*arrays: jax.Array) -> None:
+    if any(x.dtype == jnp.float64 for x in arrays):
+        raise NotImplementedError("xla attention computes in float32; use 'reference' for float64.")
+
+
+def _query_tile(
+    q: jax.Array,
+    q_offset: jax.Array,
+    q_end: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_length: jax.Array,
+    scale: float,
+    k_scale: float | jax.Array,
+    v_scale: float | jax.Array,
+    formats: AttentionFormats,
+    block_k: int,
+) -> jax.Array:
+    """[B, Tq, N, Hv] for one tile of queries; those at positions q_end [B] and above are padding"""
     batch, tokens, heads, width = q.shape
     capacity, groups = k.shape[1:3]
-    rows = heads // groups * tokens
-    block = min(formats.block_k, capacity)
-    precision = jax.lax.Precision.HIGHEST if formats.dot == "highest" else None
-    q = q.astype(jnp.float32).reshape(batch, tokens, groups, heads // groups, width)
-    q = q.transpose(0, 2, 3, 1, 4).reshape(batch, groups, rows, width)
-    position = q_offset[:, None] + jnp.arange(tokens)  # [B, Tq]
-    position = jnp.tile(position, (1, heads // groups))[:, None, :, None]  # [B, 1, R, 1]
+    share = heads // groups
+    rows = share * tokens
+    q = q.reshape(batch, tokens, groups, share, width).transpose(0, 2, 3, 1, 4)
+    q, q_factor = _operand(q.reshape(batch, groups, rows, width), 1.0, formats.q)
+    position = q_offset[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]  # [B, Tq]
+    position = jnp.tile(position, (1, share))[:, None, :, None]  # [B, 1, R, 1]
 
-    def update(i, carry, *, masked):
+    def update(i: jax.Array, carry: tuple[jax.Array, ...], *, masked: bool):
         m, total, acc = carry
-        start = jnp.minimum(i * block, capacity - block)
-        k_tile = jax.lax.dynamic_slice_in_dim(k, start, block, 1).astype(jnp.float32) * k_scale
-        v_tile = jax.lax.dynamic_slice_in_dim(v, start, block, 1).astype(jnp.float32) * v_scale
+        start = i * block_k
+        # A slice cannot reach past S, so the last one starts early: its first keys are done.
+        first = jnp.minimum(start, capacity - block_k)
+        k_tile = jax.lax.dynamic_slice_in_dim(k, first, block_k, axis=1)
+        v_tile = jax.lax.dynamic_slice_in_dim(v, first, block_k, axis=1)
+        key = (first + jnp.arange(block_k, dtype=jnp.int32))[None, None, None, :]
+        length = kv_length[:, None, None, None]
         if masked:
-            key = start + jnp.arange(block)
-            valid = (key[None] < kv_length[:, None])[:, :, None, None]
-            k_tile = jnp.where(valid, k_tile, 0)
-            v_tile = jnp.where(valid, v_tile, 0)
-        s = jnp.einsum("bgrh,bsgh->bgrs", q, k_tile, precision=precision) * scale
+            # 0 * NaN is NaN: unused slots are cleared, not only masked in the scores.
+            used = (key < length).reshape(batch, block_k, 1, 1)
+            k_tile = jnp.where(used, k_tile, jnp.zeros((), k.dtype))
+            v_tile = jnp.where(used, v_tile, jnp.zeros((), v.dtype))
+        k_tile, k_factor = _operand(k_tile, k_scale, formats.k)
+        v_tile, v_factor = _operand(v_tile, v_scale, formats.v)
+
+        s = _dot("bgrh,bsgh->bgrs", q, k_tile, formats.dot)
         if masked:
-            # The last tile may start early (it cannot reach past S): its first keys are done.
-            visible = (key <= position) & (key < kv_length[:, None, None, None])
-            visible &= key >= i * block
+            visible = (key <= position) & (key < length) & (key >= start)
             s = jnp.where(visible, s, -jnp.inf)
-        m_new = jnp.maximum(m, jnp.max(s, axis=-1, keepdims=True))
-        safe = jnp.where(m_new == -jnp.inf, 0, m_new)
-        p = jnp.exp(s - safe)
-        alpha = jnp.exp(m - safe)
-        total = total * alpha + jnp.sum(p, axis=-1, keepdims=True)
-        acc = acc * alpha + jnp.einsum("bgrs,bsgh->bgrh", p, v_tile, precision=precision)
+        # Scaling and rounding are monotone: the maximum of the raw scores spares a pass over them.
+        to_score = scale * q_factor * k_factor
+        m_tile = round_to(jnp.max(s, axis=-1, keepdims=True) * to_score, formats.scores)
+        s = round_to(s * to_score, formats.scores)
+        m_new = round_to(jnp.maximum(m, m_tile), formats.m)
+        if formats.rescale_threshold > 0:
+            rise = (_finite(m_new) - m) * _LOG2_E
+            m_new = jnp.where(rise > formats.rescale_threshold, m_new, m)
+        pivot = _finite(m_new) if masked else m_new
+        p = jnp.exp(s - pivot)
+        alpha = jnp.exp(m - pivot)
+        p_rounded, p_factor = _probabilities(p, v_tile.dtype, formats.p)
+        if formats.row_sum == "rounded":
+            mass = jnp.sum(p_rounded.astype(jnp.float32), axis=-1, keepdims=True) * p_factor
+        else:
+            mass = jnp.sum(p, axis=-1, keepdims=True)
+        pv = _dot("bgrs,bsgh->bgrh", p_rounded, v_tile, formats.dot) * (p_factor * v_factor)
+        total = round_to(total * alpha + mass, formats.l)
+        acc = round_to(acc * alpha + pv, formats.acc)
         return m_new, total, acc
 
-    # Every query of the tile sees every key below `full`; no query sees a key at `end` or above.
-    full = jnp.min(jnp.minimum(q_offset + 1, kv_length)) // block
-    end = jnp.clip(jnp.max(jnp.minimum(q_offset + tokens, kv_length)), 0, capacity)
-    end = (end + block - 1) // block
-    full = jnp.clip(full, 0, capacity // block)
+    # Every query sees all keys below `seen`; none sees a key at `end` or above.
+    seen = jnp.clip(jnp.min(jnp.minimum(q_offset + 1, kv_length)), 0, capacity)
+    end = jnp.minimum(jnp.minimum(q_offset + tokens, q_end), kv_length)
+    end = jnp.clip(jnp.max(end), 0, capacity)
+    whole = seen // block_k
     carry = (
         jnp.full((batch, groups, rows, 1), -jnp.inf, jnp.float32),
         jnp.zeros((batch, groups, rows, 1), jnp.float32),
         jnp.zeros((batch, groups, rows, v.shape[-1]), jnp.float32),
     )
-    carry = jax.lax.fori_loop(0, full, lambda i, c: update(i, c, masked=False), carry)
-    _, total, acc = jax.lax.fori_loop(full, end, lambda i, c: update(i, c, masked=True), carry)
+    carry = jax.lax.fori_loop(0, whole, lambda i, c: update(i, c, masked=False), carry)
+    edge = (end + block_k - 1) // block_k
+    _, total, acc = jax.lax.fori_loop(whole, edge, lambda i, c: update(i, c, masked=True), carry)
     out = acc / jnp.where(total == 0, 1, total)
-    out = out.reshape(batch, groups, heads // groups, tokens, -1).transpose(0, 3, 1, 2, 4)
-    return out.reshape(batch, tokens, heads, -1)
+    out = out.reshape(batch, groups, share, tokens, v.shape[-1]).transpose(0, 3, 1, 2, 4)
+    return out.reshape(batch, tokens, heads, v.shape[-1])
+
+
+def _finite(m: jax.Array) -> jax.Array:
+    """m, with 0 for the rows that have seen no key: -inf - -inf is NaN."""
+    return jnp.where(m == -jnp.inf, 0, m)
+
+
+def _dot(spec: str, x: jax.Array, y: jax.Array, dot: str) -> jax.Array:
+    """float32 einsum; bfloat16 operands multiply exactly, so only float32 ones need HIGHEST."""
+    if x.dtype != y.dtype:
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    exact = jax.lax.Precision.HIGHEST if dot == "highest" else None
+    return jnp.einsum(
+        spec, x, y, preferred_element_type=jnp.float32,
+        precision=exact if x.dtype == jnp.float32 else None,
+    )  # fmt: skip
+
+
+def _operand(
+    x: jax.Array, factor: float | jax.Array, fmt: Format
+) -> tuple[jax.Array, float | jax.Array]:
+    """(y, rest): y * rest is round_to(x * factor, fmt), y is bfloat16 where that is exact."""
+    if fmt.is_exact:
+        narrow = x.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
+        return x.astype(jnp.bfloat16 if narrow else jnp.float32), factor
+    x = x.astype(jnp.float32)
+    if not (isinstance(factor, float) and factor == 1.0):
+        x = x * factor
+    x = round_to(x, fmt)
+    return x.astype(jnp.bfloat16) if _fits_bfloat16(fmt) else x, 1.0
+
+
+def _probabilities(p: jax.Array, v_dtype: jnp.dtype, fmt: Format) -> tuple[jax.Array, float]:
+    """(y, rest): y * rest is round_to(p, fmt), y is bfloat16 where that is exact and V is too."""
+    if v_dtype == jnp.bfloat16 and fmt.dtype == E4M3.dtype:
+        # e4m3(p * scale) itself fits bfloat16; divided by 448 it would not.
+        return round_to(p * fmt.scale, E4M3).astype(jnp.bfloat16), 1 / fmt.scale
+    p = round_to(p, fmt)
+    return p.astype(v_dtype) if _fits_bfloat16(fmt) else p, 1.0
+
+
+def _fits_bfloat16(fmt: Format) -> bool:
+    """Whether every value on the format's grid is a bfloat16 (powers of two only shift it)."""
+    if fmt.mantissa_bits is not None:
+        return fmt.mantissa_bits <= 7
+    return fmt.dtype in ("bfloat16", "float8_e4m3fn") and math.frexp(fmt.scale)[0] == 0.5
