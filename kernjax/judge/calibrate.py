@@ -22,7 +22,7 @@ import numpy as np
 
 from kernjax.base.errors import UserError
 from kernjax.judge.band import Band, identities, rounded
-from kernjax.judge.comparison import PHASES, Comparison, compare
+from kernjax.judge.comparison import PHASES, Comparison, compare, label
 from kernjax.judge.gates import Evidence, Row, predeclared
 from kernjax.judge.intervals import Estimate
 from kernjax.judge.limits import flip_limits, leave_one_out, limits_of, merge_flip_bins
@@ -67,6 +67,7 @@ def calibrate(
     _check_whole(comparisons)
     _check_distinct(comparisons)
     first = comparisons[0]
+    names = _names(comparisons)
     level = level_phase(first.phase)
     summaries = [rounded(summarise(c, level)) for c in comparisons]
 
@@ -75,7 +76,6 @@ def calibrate(
     rows = predeclared(first.segments, list(statistics), bins)
     loo = leave_one_out(first.segments, summaries, rows)
     levels = [row for row in rows if row.gate == "level" and row.context is None]
-    names = [c.candidate_name for c in comparisons]
     _check_outliers(names, levels, loo, max_producer_ratio)
     limits = limits_of(rows, loo)
     _check_width(levels, limits, max_allowed_ratio)
@@ -89,7 +89,7 @@ def calibrate(
         reference=identities(first.reference_manifest) | {"identity": first.reference_identity},
         producers=[
             identities(c.candidate_manifest)
-            | {"name": c.candidate_name, "digest": c.candidate_digest}
+            | {"name": names[index], "digest": c.candidate_digest}
             | {"ratio": _ratios(levels, loo, index)}
             for index, c in enumerate(comparisons)
         ],
@@ -131,6 +131,15 @@ def _compared(
             "calibrate takes a reference with recordings, or comparisons.",
         )
     return compare(reference, recording)
+
+
+def _names(comparisons: Sequence[Comparison]) -> list[str]:
+    """What the producers are called in the band: by policy, numbered where that is not enough."""
+    labels = [label(c.candidate_manifest, c.candidate_name) for c in comparisons]
+    return [
+        name if labels.count(name) == 1 else f"{name} #{labels[: i + 1].count(name)}"
+        for i, name in enumerate(labels)
+    ]
 
 
 def _check_enough(comparisons: Sequence[Comparison]) -> None:
@@ -288,7 +297,7 @@ def _check_bad(band: Band, comparison: Comparison) -> dict[str, Any]:
             "bad one's effect.",
         )
     return {
-        "name": name,
+        "name": label(comparison.candidate_manifest, name),
         "digest": comparison.candidate_digest,
         "verdict": str(verdict.outcome),
         "gate": f"{worst.name}: {worst.stratum}",

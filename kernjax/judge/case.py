@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ class Finding:
     severity: str  # one of SEVERITIES
     text: str
     todo: str = ""
+    command: str = ""  # the next command to run
 
 
 SEVERITIES = ("fail", "inconclusive", "warning", "note")
@@ -133,3 +135,19 @@ class Case:
     def level_values(self, kind: str, mean: str) -> np.ndarray:
         """[segments] ln R of one kind, NaN elsewhere."""
         return self.evidence.values(Row("level", "", mean, kind=kind))
+
+    def check_command(self, **flags: str | int) -> str:
+        """A `kernjax.check` of this candidate with further flags, ready for a shell."""
+        c = self.comparison
+        ours, theirs = c.candidate_manifest, c.reference_manifest
+        words = [f"--reference={c.reference_name}"]
+        policy = (ours.get("policy") or {}).get("text")
+        if "policy" in flags or policy:
+            words.append(f"--policy={flags.pop('policy', policy)}")
+            for op, kernel in sorted((ours.get("kernels") or {}).items()):
+                if kernel != (theirs.get("kernels") or {}).get(op) and ":" in str(kernel):
+                    words.append(f"--kernel={op}={kernel.get('name')}")
+        else:
+            words.append(f"--candidate={c.candidate_name}")
+        words += [f"--{name}={value}" for name, value in flags.items()]
+        return "python -m kernjax.check " + " ".join(shlex.quote(word) for word in words)

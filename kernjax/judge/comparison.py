@@ -76,6 +76,19 @@ class Comparison:
         return int(self.reference_manifest.get("prefill_window") or 0)
 
 
+def label(manifest: Mapping[str, Any], path: str) -> str:
+    """What a producer is called where its path says nothing: its policy, engine and kernels."""
+    policy = manifest.get("policy") or {}
+    parts = [str(policy.get("text") or policy.get("name") or os.path.basename(path))]
+    if manifest.get("engine") not in (None, "jax"):
+        parts.append(str(manifest["engine"]))
+    for op, kernel in sorted((manifest.get("kernels") or {}).items()):
+        name = kernel.get("name") if isinstance(kernel, Mapping) else kernel
+        if name and ":" in str(name):  # somebody's plug-in, not an implementation of ours
+            parts.append(f"{op}={name}")
+    return " ".join(parts)
+
+
 def compare(
     reference: Recording | str | os.PathLike[str], candidate: Recording | str | os.PathLike[str]
 ) -> Comparison:

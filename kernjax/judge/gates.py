@@ -54,7 +54,7 @@ TESTED = (
 RULES = ("nonfinite", "confident_flips")
 _EDGES = {
     "edge_window": "prefill window",
-    "edge_document": "document start",
+    "edge_document": "document",
     "edge_chunk": "chunk",
 }
 
@@ -201,7 +201,7 @@ def predeclared(
         for mean in ("geometric", "arithmetic"):
             name = f"{kind}, {mean}"
             many = len(depths) > 1
-            rows.append(Row("level", name + (", all depths" if many else ""), mean, kind=kind))
+            rows.append(Row("level", name, mean, kind=kind))  # all depths
             for depth in depths if many else []:
                 rows.append(Row("level", f"{name}, {depth}", mean, kind=kind, context=depth))
     for kind in kinds:

@@ -27,8 +27,8 @@ import numpy as np
 from kernjax.judge.comparison import Comparison, Segment
 from kernjax.judge.gates import CONFIDENCE, TESTED, Evidence, Limit, Row
 from kernjax.judge.intervals import Estimate
-from kernjax.judge.metrics import MARGIN_LABELS, TIE_BIN, logit_noise
-from kernjax.judge.quantiles import normal_quantile, t_quantile, tolerance_factor
+from kernjax.judge.metrics import MARGIN_EDGES, MARGIN_LABELS, TIE_BIN
+from kernjax.judge.quantiles import t_quantile, tolerance_factor
 from kernjax.judge.summaries import Summary
 
 MINIMUM = {"mass": 1e-5}
@@ -58,7 +58,7 @@ def leave_one_out(
 def limits_of(rows: Sequence[Row], loo: Mapping[str, Sequence[Estimate]]) -> dict[str, Limit]:
     """The limit of every row that has leave-one-out estimates, in the row's own scale."""
     tested = [row for row in rows if row.key in loo]
-    share = 1 - (1 - CONFIDENCE) / max(len(tested), 1)
+    share = (1 - CONFIDENCE) / max(len(tested), 1)
     limits = {}
     for row in tested:
         estimates = loo[row.key]
@@ -66,12 +66,17 @@ def limits_of(rows: Sequence[Row], loo: Mapping[str, Sequence[Estimate]]) -> dic
         values = np.array([estimate.value for estimate in estimates])
         se = math.sqrt(float(np.mean([estimate.se**2 for estimate in estimates])))
         df = max(float(np.mean([estimate.df for estimate in estimates])), 1.0)
-        centre = abs(values.mean()) if row.quantity == "mass" else values.mean()
+        # Changes of mass may fail on either side: each gets half of what a ratio gets.
+        sides = 2 if row.quantity == "mass" else 1
+        centre = abs(values.mean()) if sides == 2 else values.mean()
         spread = float(np.std(values, ddof=1)) * (count - 1) / count
-        tolerance = float(centre + tolerance_factor(count) * spread)
-        rise = t_quantile(CONFIDENCE, df) + t_quantile(share, df) * math.sqrt(1 + 1 / count)
+        factor = tolerance_factor(count, 1 - (1 - CONFIDENCE) / sides)
+        tolerance = float(centre + factor * spread)
+        rise = t_quantile(CONFIDENCE, df) + t_quantile(1 - share / sides, df) * math.sqrt(
+            1 + 1 / count
+        )
         allowed = max(tolerance, rise * se, MINIMUM.get(row.quantity, math.log(1.02)))
-        tests = len(TESTED) * sum(other.gate == row.gate for other in tested)
+        tests = len(TESTED) * sides * sum(other.gate == row.gate for other in tested)
         reach = t_quantile(1 - (1 - CONFIDENCE) / tests, df) + t_quantile(CONFIDENCE, df)
         limits[row.key] = Limit(
             allowed, tolerance, rise * se, allowed + reach * se, is_log=row.quantity != "mass"
@@ -101,28 +106,32 @@ def flip_limits(normals: Sequence[Comparison]) -> dict[str, float]:
     """The largest margin at which a normal flipped, and the margin that counts as confident.
 
     The largest of M runs is exceeded by the next run with probability 1/(M+1): a limit there would
-    make one honest run in five INCONCLUSIVE. The confident margin is where a normal run has 0.02
-    flips beyond it on average, extrapolated from the largest quarter of the normals' flips with an
-    exponential tail of unknown scale: with k excesses of mean theta over u, seen in M runs,
+    make one honest run in five INCONCLUSIVE. The confident margin L is where a normal run is
+    expected to have no more than 0.02 flips at or beyond it:
 
-        flips beyond u + x in one run = k/M (1 + x/(k theta))^-k      (predictive)
+        sum over rows with margin >= L of P(margin change < -margin)
 
-    Margin changes are at most Gaussian-tailed or exponential there, so this errs to the far side.
-    With fewer than 10 flips in all: the change that Gaussian noise of the recorded size reaches
-    with probability 0.02 somewhere among the rows. Never below the largest that was seen.
+    with P from the recorded changes of the same kind of text, either sign, away from near ties:
+    the empirical tail, no Gaussian. Never below the largest that was seen.
     """
-    margins = np.sort(np.concatenate([c.margin[c.flipped] for c in normals]))[::-1]
-    runs = len(normals)
-    largest = float(margins[0]) if margins.size else 0.0
-    if margins.size >= 10:
-        count = max(10, margins.size // 4)
-        threshold = float(margins[count]) if count < margins.size else 0.0
-        scale = float(np.mean(margins[:count])) - threshold
-        growth = (count / (runs * CONFIDENT_EXPECTED)) ** (1.0 / count) - 1.0
-        confident = threshold + count * scale * growth
-    else:
-        changes = np.concatenate([c.margin_change[c.finite] for c in normals])
-        rows = max(changes.size / runs, 1.0)
-        sigma = logit_noise(changes)
-        confident = math.sqrt(2.0) * sigma * normal_quantile(1 - CONFIDENT_EXPECTED / rows)
+    first = normals[0]
+    flipped = np.concatenate([c.margin[c.flipped] for c in normals])
+    largest = float(flipped.max()) if flipped.size else 0.0
+    kinds = np.array([s.kind for s in first.segments])[first.segment]
+    margins, chances = [], []
+    for kind in np.unique(kinds):
+        rows = (kinds == kind) & (first.margin > MARGIN_EDGES[1])
+        changes = np.sort(np.abs(np.concatenate([c.margin_change[rows] for c in normals])))
+        if changes.size:
+            beyond = changes.size - np.searchsorted(changes, first.margin[rows])
+            margins.append(first.margin[rows])
+            chances.append(0.5 * beyond / changes.size)
+    margin, chance = (
+        np.concatenate(parts) if parts else np.zeros(0) for parts in (margins, chances)
+    )
+    order = np.argsort(-margin)
+    expected = np.cumsum(chance[order])
+    within = int(np.searchsorted(expected, CONFIDENT_EXPECTED, side="right"))
+    # The first margin, from the confident end, that would bring the sum above the limit.
+    confident = float(margin[order][within]) if within < margin.size else float(MARGIN_EDGES[1])
     return {"largest": largest, "confident": max(largest, confident)}

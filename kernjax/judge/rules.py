@@ -74,14 +74,17 @@ def confident_flips(case: Case) -> tuple[Gate, list[Finding]]:
     return gate, findings
 
 
-def gate_findings(gates: Sequence[Gate]) -> Iterator[Finding]:
+def gate_findings(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
     """One finding for each gate that failed or is undecided: its clearest row."""
+    command = case.check_command(incumbent="RECORDING") if case.incumbent is None else ""
     for severity, outcome in (("fail", Outcome.FAIL), ("inconclusive", Outcome.INCONCLUSIVE)):
+        failed = {g.name for g in gates if g.outcome is Outcome.FAIL}
         for name in dict.fromkeys(g.name for g in gates if g.outcome is outcome):
-            if name not in RULES:
-                yield _gate_finding(
-                    severity, [g for g in gates if g.name == name and g.outcome is outcome]
-                )
+            # A gate that failed has said so; its undecided rows add nothing.
+            if name not in RULES and (severity == "fail" or name not in failed):
+                rows = [g for g in gates if g.name == name and g.outcome is outcome]
+                yield _gate_finding(severity, rows, command)
+                command = ""  # once is enough
     for gate in gates:
         if gate.outcome is Outcome.NOT_TESTED:
             yield Finding(
@@ -90,23 +93,48 @@ def gate_findings(gates: Sequence[Gate]) -> Iterator[Finding]:
             )
 
 
-def _gate_finding(severity: str, rows: Sequence[Gate]) -> Finding:
-    worst = max(rows, key=lambda gate: abs(gate.observed or 0.0) / (gate.allowed or 1.0))
-    unit = "a change of mass of" if worst.quantity == "mass" else f"{worst.quantity}"
-    text = (
-        f"Gate {worst.name}, {worst.stratum}: {unit} {worst.observed:.4g} "
-        f"[{worst.low:.4g}, {worst.high:.4g}], allowed {worst.allowed:.4g}"
+_SENTENCES = {
+    "level": "On {kind}{at} the KL is {value} times normal ({mean} mean)",
+    "growth_context": "On {kind} the ratio to normal grows {value} times per doubling of the "
+    "context",
+    "growth_decode": "On {kind} the ratio to normal is {value} times larger in the late half of "
+    "the decode steps than in the early one",
+    "flips": "At {stratum} there are {value} times as many flips as normal",
+    "tail_mass": "On {kind} the probability outside the recorded ids changes by {value}",
+    "edges": "Just after a {stratum} edge the KL is {value} times normal",
+    "decode_vs_prefill": "Decode differs from one-shot prefill of the same tokens {value} times as "
+    "much as normal",
+    "prefill_last": "At the prompt's last position the KL is {value} times normal",
+}
+
+
+def _gate_finding(severity: str, rows: Sequence[Gate], command: str) -> Finding:
+    worst = min(
+        rows,
+        key=lambda gate: (gate.p_value, -abs(gate.observed or 0.0) / (gate.allowed or 1.0)),
     )
+    kind, _, rest = worst.stratum.partition(", ")
+    mean, _, depth = rest.partition(", ")
+    text = _SENTENCES[worst.name].format(
+        stratum=worst.stratum,
+        kind=kind,
+        mean=mean,
+        at=f" at context {depth}" if depth else "",
+        value=f"{worst.observed:.4g} [{worst.low:.4g}, {worst.high:.4g}]",
+    )
+    text += f", allowed {worst.allowed:.4g} (gate {worst.name}"
     if len(rows) > 1:
-        text += f", and {len(rows) - 1} more rows of this gate"
+        text += f", and {len(rows) - 1} more of its rows"
+    text += ")"
     if severity == "fail":
-        return Finding(severity, text + ".")
-    further = further_segments(rows)
-    if len(further) < len(rows):
-        todo = "The effect sits on the limit: even a hundred times the segments may not decide."
-    else:
-        todo = f"About {max(further.values())} more segments there would decide."
-    return Finding(severity, text + ".", todo)
+        todo = "See whether what is in production now does the same." if command else ""
+        return Finding(severity, text + ".", todo, command)
+    further = further_segments(rows).values()
+    todo = f"About {max(further)} more segments there would decide" if further else ""
+    if undecidable := len(rows) - len(further):
+        limit = f"{undecidable} of these rows sit on the limit, where even many more may not decide"
+        todo = f"{todo}; {limit}" if todo else limit[0].upper() + limit[1:]
+    return Finding(severity, text + ".", todo + ".")
 
 
 def further_segments(gates: Sequence[Gate]) -> dict[str, int]:
@@ -126,6 +154,7 @@ def run(case: Case) -> Iterator[Finding]:
             "inconclusive",
             f"The run is partial: {len(case.segments)} of {len(case.band.segments)} segments.",
             "Run the whole corpus, without --limit; an interrupted recording resumes.",
+            case.check_command(),
         )
     if c.bitwise_reference:
         yield Finding(

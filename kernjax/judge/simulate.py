@@ -45,7 +45,8 @@ class Design:
     normals: int = 5
     producer_sd: float = 0.02
     segment_sd: float = 0.08
-    size_sd: float = 0.8  # of ln noise size, position to position: KL spans four decades
+    size_sd: float = 0.6  # of ln noise size, position to position
+    heavy: float = 0.5  # one position in fifty: ln size further up by exponentials of this mean
     memory: float = 0.9  # correlation of neighbouring positions
     shared: float = 0.3  # of a producer's noise variance common to all producers
     size: float = 0.01  # rms logit noise on prose; code has a fifth
@@ -97,7 +98,7 @@ class Corpus:
         width = d.steps + d.edges + 1  # decode, then prefill edges, then the prompt's last
         wander = d.size_sd * self._along(rng.standard_normal((n, width)))
         # One position in fifty is far more sensitive: the heavy tail of real text.
-        heavy = np.where(rng.random((n, width)) < 0.02, rng.exponential(1.0, (n, width)), 0.0)
+        heavy = np.where(rng.random((n, width)) < 0.02, rng.exponential(d.heavy, (n, width)), 0.0)
         self.size = d.size * scale * np.exp(0.3 * rng.standard_normal((n, 1)) + wander + heavy)
         self.common = rng.standard_normal((n, width, _COMPONENTS))
         self.own_size = self.size[:, : d.steps] * 0.7
@@ -259,12 +260,14 @@ def main() -> None:
     parser.add_argument("--normals", type=int, default=5, help="producers a band")
     parser.add_argument("--producer_sd", type=float, default=0.02, help="ln factor of a producer")
     parser.add_argument("--segment_sd", type=float, default=0.08, help="ln factor in a segment")
+    parser.add_argument("--heavy", type=float, default=0.5, help="tail of the KL: 1 is extreme")
     parser.add_argument("--per_cell", type=int, default=16, help="segments per kind and depth")
     args = parser.parse_args()
     design = Design(
         normals=args.normals,
         producer_sd=args.producer_sd,
         segment_sd=args.segment_sd,
+        heavy=args.heavy,
         per_cell=args.per_cell,
     )
     tallies, refused = study(args.draws, args.seed, design=design)

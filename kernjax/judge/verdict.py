@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kernjax.base.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 from kernjax.judge import metrics, rules
 from kernjax.judge.band import Band
 from kernjax.judge.case import SEVERITIES, Case, Finding
-from kernjax.judge.comparison import PHASES, Comparison
+from kernjax.judge.comparison import PHASES, Comparison, label
 from kernjax.judge.gates import Gate, Outcome, decide
 from kernjax.judge.lenses import (
     IncumbentRow,
@@ -58,8 +59,7 @@ class Verdict:
     incumbent: tuple[IncumbentRow, ...] = ()
     perplexity: dict[str, tuple[float, float]] = field(default_factory=dict)  # value, error
     differences: tuple[tuple[str, str, str], ...] = ()  # manifest field, reference, candidate
-    names: dict[str, str] = field(default_factory=dict)  # reference, candidate, band, ...
-    producers: tuple[str, ...] = ()
+    parties: dict[str, dict[str, Any]] = field(default_factory=dict)  # reference, candidate, ...
     deciding_phase: str = "decode"
 
     @property
@@ -95,13 +95,15 @@ def judge(
     nonfinite, findings = rules.nonfinite(case)
     flips, flip_findings = rules.confident_flips(case)
     gates = [nonfinite, *decide(case.evidence, band.rows, band.limits), flips]
-    findings += [*flip_findings, *rules.gate_findings(gates)]
+    findings += [*flip_findings, *rules.gate_findings(case, gates)]
     further = rules.further_segments(gates)
     depths, laws = _isolated(case)
     identical = _identical(case)
     if identical:
-        # The incumbent's own numbers: what they say of it is no reason to hold this change back.
-        findings = [finding for finding in findings if finding.severity != "inconclusive"]
+        # What its numbers say is true of the incumbent already, and no reason to hold a change
+        # back that changes nothing. NaN stays a FAIL: nobody should merge on top of that.
+        if nonfinite.outcome is Outcome.PASS:
+            findings = [replace(f, severity="warning") for f in findings]
         findings.append(
             Finding(
                 "note",
@@ -144,8 +146,7 @@ def judge(
         differences=tuple(
             manifest_differences(comparison.reference_manifest, comparison.candidate_manifest)
         ),
-        names=_names(case, band_name),
-        producers=tuple(str(producer.get("name", "?")) for producer in band.producers),
+        parties=_parties(case, band_name),
         deciding_phase=PHASES[band.level],
     )
 
@@ -194,17 +195,33 @@ def _perplexity(case: Case) -> dict[str, tuple[float, float]]:
     }
 
 
-def _names(case: Case, band_name: str) -> dict[str, str]:
-    names = {
-        "reference": case.comparison.reference_name,
-        "candidate": case.comparison.candidate_name,
-        "band": band_name,
+def _parties(case: Case, band_name: str) -> dict[str, dict[str, Any]]:
+    """Who was compared: path, label and identity of each recording, and the band."""
+    c, band = case.comparison, case.band
+    parties: dict[str, dict[str, Any]] = {
+        "reference": {
+            "path": c.reference_name,
+            "label": label(c.reference_manifest, c.reference_name),
+            "identity": c.reference_identity,
+            "model": (c.reference_manifest.get("model") or {}).get("name"),
+            "corpus": (c.reference_manifest.get("corpus") or {}).get("name"),
+        }
     }
-    for key in ("isolated", "incumbent", "repeat"):
+    for key in ("comparison", "isolated", "incumbent", "repeat"):
         one: Comparison | None = getattr(case, key)
         if one is not None:
-            names[key] = one.candidate_name
-    return names
+            parties["candidate" if key == "comparison" else key] = {
+                "path": one.candidate_name,
+                "label": label(one.candidate_manifest, one.candidate_name),
+                "digest": one.candidate_digest,
+            }
+    parties["band"] = {
+        "path": band_name,
+        "producers": [str(producer.get("name", "?")) for producer in band.producers],
+        "production_policy": band.production_policy,
+        "deploy_context": case.deploy_context,
+    }
+    return parties
 
 
 def _largest_by_kind(case: Case) -> dict[str, float]:
