@@ -47,12 +47,12 @@ def chunked(q, k, v, g, beta, initial_state, lengths, scale, formats: DeltaRuleF
     beta = round_to(beta, formats.beta)
 
     count = -(-length // chunk)
-    q, k = (_split(x, chunk, count, key_heads, 1) for x in (q, k))  # [B, Hk, 1, N, C, K]
-    v = _split(v, chunk, count, key_heads, value_heads // key_heads)  # [B, Hk, R, N, C, V]
+    q, k = (_split(x, chunk, count, key_heads, 1) for x in (q, k))  # [N, B, Hk, 1, C, K]
+    v = _split(v, chunk, count, key_heads, value_heads // key_heads)  # [N, B, Hk, R, C, V]
     beta = _split(beta[..., None], chunk, count, key_heads, value_heads // key_heads)
     per_channel = g.ndim == 4
     g = g if per_channel else g[..., None]
-    g = _split(g, chunk, count, key_heads, value_heads // key_heads)  # [B, Hk, R, N, C, K or 1]
+    g = _split(g, chunk, count, key_heads, value_heads // key_heads)  # [N, B, Hk, R, C, K or 1]
 
     total = round_to(jnp.cumsum(g, axis=-2), formats.g_cumsum)
     decay_in = round_to(jnp.exp(total), formats.exp_g)
@@ -80,8 +80,8 @@ def chunked(q, k, v, g, beta, initial_state, lengths, scale, formats: DeltaRuleF
     shape = (batch, key_heads, value_heads // key_heads, key_dim, value_dim)
     state = round_to(initial_state.reshape(shape), formats.chunk_state)
     xs = (u, w, p, queries, keys, decay_in, decay_out, decay_all)
-    state, o = lax.scan(step, state, tuple(jnp.moveaxis(x, 3, 0) for x in xs))
-    o = jnp.moveaxis(o, (0, 4), (1, 2)).reshape(batch, count * chunk, value_heads, value_dim)
+    state, o = lax.scan(step, state, xs)
+    o = o.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * chunk, value_heads, value_dim)
     state = round_to(state.reshape(batch, value_heads, key_dim, value_dim), formats.state)
     return jnp.float32(scale) * o[:, :length], state
 
@@ -129,10 +129,10 @@ def _mask(arrays, lengths):
 
 
 def _split(x, chunk, count, key_heads, groups):
-    """[B, T, H, D] -> [B, Hk, R, N, C, D], zero padded to whole chunks."""
+    """[B, T, H, D] -> [N, B, Hk, R, C, D], zero padded to whole chunks."""
     x = jnp.pad(x, ((0, 0), (0, count * chunk - x.shape[1]), (0, 0), (0, 0)))
     x = x.reshape(x.shape[0], count, chunk, key_heads, groups, x.shape[-1])
-    return x.transpose(0, 3, 4, 1, 2, 5)
+    return x.transpose(1, 0, 3, 4, 2, 5)
 
 
 def _dot(a, b, formats):
@@ -170,11 +170,13 @@ def _channel_products(q, k, total, formats):
         pair = g_block[..., :, None, :] - g_block[..., None, :, :]
         pair = round_to(jnp.exp(jnp.where(lower, pair, -jnp.inf)), formats.exp_g)
         diagonal = jnp.sum(x_block[..., :, None, :] * k_block[..., None, :, :] * pair, axis=-1)
-        left = x_block * round_to(jnp.exp(g_block - first), formats.exp_g)
-        right = round_to(jnp.exp(first - total[..., :start, :]), formats.exp_g)
-        off = _dot(left, jnp.swapaxes(right * k[..., :start, :], -1, -2), formats)
-        zeros = jnp.zeros((*diagonal.shape[:-1], chunk - start - BLOCK), jnp.float32)
-        rows.append(jnp.concatenate([off, diagonal, zeros], axis=-1))
+        row = [diagonal]
+        if start:
+            left = x_block * round_to(jnp.exp(g_block - first), formats.exp_g)
+            right = round_to(jnp.exp(first - total[..., :start, :]), formats.exp_g)
+            row.insert(0, _dot(left, jnp.swapaxes(right * k[..., :start, :], -1, -2), formats))
+        row.append(jnp.zeros((*diagonal.shape[:-1], chunk - start - BLOCK), jnp.float32))
+        rows.append(jnp.concatenate(row, axis=-1))
     kk, qk = jnp.concatenate(rows, axis=-2)
     return kk, qk
 
@@ -217,12 +219,6 @@ def _diagonal_blocks(x, size):
 
 
 def _forward_substitution(lower):
-    """(I + a)^-1 for strictly lower a [..., 16, 16]; row i is e_i - a_i X."""
-    eye = jnp.eye(BLOCK, dtype=jnp.float32)
-
-    def row(i, inverse):
-        coefficients = lax.dynamic_index_in_dim(lower, i, axis=-2, keepdims=False)
-        new = eye[i] - jnp.sum(coefficients[..., :, None] * inverse, axis=-2)
-        return lax.dynamic_update_index_in_dim(inverse, new, i, axis=-2)
-
-    return lax.fori_loop(0, BLOCK, row, jnp.zeros_like(lower))
+    """(I + a)^-1 for strictly lower a [..., 16, 16], row by row."""
+    eye = jnp.broadcast_to(jnp.eye(BLOCK, dtype=jnp.float32), lower.shape)
+    return lax.linalg.triangular_solve(lower, eye, left_side=True, lower=True, unit_diagonal=True)
