@@ -55,9 +55,11 @@ def calibrate(
     """The band of at least four normal recordings (or comparisons) against one reference.
 
     `bad`: recordings known to be wrong; each must exceed what the band allows in some gate.
-    `max_producer_ratio`: a producer whose KL is this many times its peers' (or the inverse) is an
-    outlier whatever their spread. `max_allowed_ratio`: the widest level limit (all depths of a
-    kind) that is still of use. Both are written into the band: widening one shows in review.
+    `max_producer_ratio`: a producer whose KL is this many times its peers' (or the inverse, beyond
+    two standard errors) is an outlier whatever their spread. `max_allowed_ratio`: the widest level
+    limit (all depths of a kind) of use; producers that spread further are refused, and where the
+    corpus is too small to resolve it no PASS is given. Both are written into the band: widening
+    one shows in review.
     Raises UserError naming the producer, the number found and what was allowed.
     """
     comparisons = [_compared(reference, normal) for normal in normals]
@@ -230,7 +232,7 @@ def _check_outliers(
             statistic = abs(deviation[index]) / (spread * math.sqrt(1 + 1 / (count - 1)))
             p = 2 * t_upper_tail(statistic, count - 2) * count * len(tested)
             apart = abs(own[index] - float(np.median(others)))
-            if apart > math.log(max_ratio) or p < _OUTLIER_P:
+            if apart - 2 * sampling > math.log(max_ratio) or p < _OUTLIER_P:
                 peers = ", ".join(
                     f"{other} {math.exp(value):.3g}"
                     for other, value in zip(names, own, strict=True)
@@ -254,19 +256,13 @@ def _check_width(rows: Sequence[Row], limits: dict[str, Any], max_ratio: float) 
                 "Record a larger corpus.",
             )
         limit = limits[row.key]
-        if limit.allowed > math.log(max_ratio):
-            cause = "producers" if limit.tolerance >= limit.resolution else "few segments"
-            todo = {
-                "producers": "The producers differ too much among themselves: find out which is "
-                "wrong, or give more of them.",
-                "few segments": "The corpus is too small for a narrower limit: record more "
-                "segments.",
-            }[cause]
+        if limit.tolerance > math.log(max_ratio):
             raise UserError(
-                f"The band would allow {math.exp(limit.allowed):.3g} times the normal difference "
-                f"({row.stratum}).",
+                f"The producers' own spread would allow {math.exp(limit.tolerance):.3g} times the "
+                f"normal difference ({row.stratum}).",
                 f"A band of use allows at most {max_ratio:g}.",
-                todo,
+                "Find out which producer is wrong, or give more of them: the factor on their "
+                "spread falls from 5.1 with four to 2.9 with ten.",
             )
 
 

@@ -41,6 +41,9 @@ from kernjax.judge.quantiles import t_quantile
 from kernjax.judge.summaries import Summary, ratio_statistics
 
 CONFIDENCE = 0.95
+MIN_EXPECTED_FLIPS = 20.0
+"""Bins are merged until the normals have this many flips in them."""
+
 TESTED = (
     "level",
     "growth_context",
@@ -167,10 +170,11 @@ class Evidence:
         """The row's number with its error; None where the segments cannot give one."""
         if row.contrast == "counts":
             bins = list(row.bins)
-            return intervals.ratio_of_counts(
-                self.flips[self._complete][:, bins].sum(axis=1),
-                self.expected_flips[self._complete][:, bins].sum(axis=1),
-            )
+            expected = self.expected_flips[self._complete][:, bins].sum(axis=1)
+            if expected.sum() < MIN_EXPECTED_FLIPS / 2:  # a part of the corpus
+                return None
+            flips = self.flips[self._complete][:, bins].sum(axis=1)
+            return intervals.ratio_of_counts(flips, expected)
         cell, _, _, depth = self._cells
         if row.contrast == "slope":
             return intervals.slope_of(self.values(row), cell, depth)
@@ -240,7 +244,7 @@ def decide(evidence: Evidence, rows: Sequence[Row], limits: Mapping[str, Limit])
             gates.append(
                 Gate(row.gate, row.stratum, row.quantity, None, None, None,
                      row.shown(limit.allowed), Outcome.NOT_TESTED,
-                     note="too few complete segments for an interval")
+                     note="too few segments, or flips, for an interval")
             )  # fmt: skip
             continue
         low, high = estimate.bound(1 - CONFIDENCE), estimate.bound(CONFIDENCE)

@@ -25,7 +25,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kernjax.judge.comparison import Comparison, Segment
-from kernjax.judge.gates import CONFIDENCE, TESTED, Evidence, Limit, Row
+from kernjax.judge.gates import (
+    CONFIDENCE,
+    MIN_EXPECTED_FLIPS,
+    TESTED,
+    Evidence,
+    Limit,
+    Row,
+)
 from kernjax.judge.intervals import Estimate
 from kernjax.judge.metrics import MARGIN_EDGES, MARGIN_LABELS, TIE_BIN
 from kernjax.judge.quantiles import t_quantile, tolerance_factor
@@ -34,7 +41,6 @@ from kernjax.judge.summaries import Summary
 MINIMUM = {"mass": 1e-5}
 """By quantity; ratios: ln 1.02."""
 
-MIN_EXPECTED_FLIPS = 20.0
 CONFIDENT_EXPECTED = 0.02
 """Flips beyond the confident margin that a normal run of this corpus has on average."""
 

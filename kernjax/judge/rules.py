@@ -176,8 +176,22 @@ def run(case: Case) -> Iterator[Finding]:
 
 
 def coverage(case: Case) -> tuple[list[Finding], dict[str, int]]:
-    """Enough independent segments at each kind's deepest context, enough mass in the top ids."""
+    """Enough independent segments at each kind's deepest context, enough mass in the top ids.
+
+    Also the findings' further segments by stratum.
+    """
     c, findings, further = case.comparison, [], {}
+    widest = float(case.band.settings.get("max_allowed_ratio", math.inf))
+    for (kind, mean), allowed in case.allowed.items():
+        if allowed > widest:
+            findings.append(
+                Finding(
+                    "inconclusive",
+                    f"This corpus resolves only ratios above {allowed:.3g} on {kind} ({mean}); "
+                    f"{widest:g} is the widest that is of use.",
+                    "Record a larger corpus and calibrate on it.",
+                )
+            )
     prints = _fingerprints(case)
     for kind in sorted({s.kind for s in case.band.segments}):
         depth = max(s.context_len for s in case.band.segments if s.kind == kind)

@@ -1,0 +1,201 @@
+"""Bands: what is refused, what is kept, and that a file says the same as memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import judge_recordings as made
+import numpy as np
+import pytest
+
+from kernjax.base.errors import UserError
+from kernjax.judge import Band, calibrate, judge
+from kernjax.judge.limits import flip_limits, leave_one_out, limits_of
+from kernjax.judge.simulate import Corpus, Design, Effect
+
+DESIGN = Design(contexts=(512, 2048), steps=32)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return Corpus(DESIGN, np.random.default_rng(7))
+
+
+@pytest.fixture(scope="module")
+def normals(corpus):
+    return [corpus.producer(name=f"normal {i}") for i in range(5)]
+
+
+@pytest.fixture(scope="module")
+def band(normals):
+    return calibrate(None, normals)
+
+
+def test_the_file_gives_the_same_verdict_and_the_same_bytes(tmp_path, corpus, band):
+    path = tmp_path / "band.json"
+    band.save(path)
+    loaded = Band.load(path)
+    candidate = corpus.producer(Effect(ratio=1.2))
+    in_memory, from_file = judge(candidate, band), judge(candidate, path)
+    assert in_memory.gates == from_file.gates
+    assert in_memory.outcome == from_file.outcome
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    assert max(map(len, path.read_text().splitlines())) < 3000  # a file to be reviewed
+
+
+def test_limits_follow_from_the_files_own_numbers(band):
+    """Anybody can recompute what is allowed from what the file keeps of the normals."""
+    again = limits_of(band.rows, leave_one_out(band.segments, band.normals, band.rows))
+    assert set(again) == set(band.limits)
+    for key, limit in band.limits.items():
+        assert again[key].allowed == pytest.approx(limit.allowed, rel=1e-4, abs=1e-6)
+
+
+def test_what_a_band_keeps(band, normals):
+    assert [p["name"] for p in band.producers] == [f"normal {i} {i + 1}" for i in range(5)]
+    assert {(s["kind"], s["context_len"], s["phase"]) for s in band.strata} == {
+        (kind, context, phase)
+        for kind in ("code", "prose")
+        for context in (512, 2048)
+        for phase in ("prefill", "decode")
+    }
+    prose = next(s for s in band.strata if s["kind"] == "prose" and s["phase"] == "decode")
+    assert prose["p50"] < prose["mean"] < prose["p99"] <= prose["max"]
+    changes = np.concatenate([c.margin_change[c.phase == 1] for c in normals])
+    assert band.margins["sigma"] == pytest.approx(np.sqrt(np.mean(changes**2) / 2), rel=1e-4)
+    assert set(band.detection_floor) == {"code", "prose"}
+    assert all(floor > 1 for floor in band.detection_floor.values())
+    flips = np.mean([c.flipped[c.phase == 1].sum() for c in normals])
+    assert sum(entry["flips"] for entry in band.margins["bins"]) == pytest.approx(flips)
+
+
+def test_the_confident_margin_is_rarely_passed_by_another_normal(corpus, normals):
+    limits = flip_limits(normals)
+    assert limits["confident"] >= limits["largest"] > 0
+    beyond = [
+        np.sum(c.flipped & (c.margin > limits["confident"]))
+        for c in (corpus.producer() for _ in range(40))
+    ]
+    assert sum(count > 0 for count in beyond) <= 5  # 0.02 expected a run; the largest alone: 8
+
+
+def test_too_few(normals):
+    with pytest.raises(UserError, match="3 normal recordings"):
+        calibrate(None, normals[:3])
+
+
+def test_a_producer_given_twice(normals):
+    with pytest.raises(UserError, match="equal bit for bit"):
+        calibrate(None, [*normals, dataclasses.replace(normals[2], candidate_name="copy")])
+
+
+def test_a_producer_that_hardly_differs(normals):
+    almost = dataclasses.replace(
+        normals[2],
+        candidate_name="copy",
+        candidate_digest="another",
+        margin_change=normals[2].margin_change * 1.01,
+    )
+    with pytest.raises(UserError, match="differ from each other by only"):
+        calibrate(None, [*normals, almost])
+
+
+def test_the_reference_itself_is_no_normal(normals):
+    same = dataclasses.replace(normals[0], bitwise_reference=True, candidate_name="f32 again")
+    with pytest.raises(UserError, match="f32 again equals the reference"):
+        calibrate(None, [same, *normals[1:]])
+
+
+def test_a_normal_that_is_not_finite(corpus, normals):
+    with pytest.raises(UserError, match="not finite"):
+        calibrate(None, [*normals, corpus.producer(Effect(nan=True))])
+
+
+@pytest.mark.parametrize("ratio", [2.0, 0.4])
+def test_an_outlier_in_either_direction(corpus, normals, ratio):
+    odd = corpus.producer(Effect("odd", ratio=ratio))
+    with pytest.raises(UserError, match=r"Normal odd \d+ is an outlier.*peers are at"):
+        calibrate(None, [*normals[:3], odd])
+
+
+def test_a_small_outlier_is_seen_among_many_peers(corpus, normals):
+    many = [*normals, *(corpus.producer(name=f"further {i}") for i in range(5))]
+    assert calibrate(None, many).limits
+    with pytest.raises(UserError, match="is an outlier"):
+        calibrate(None, [*many, corpus.producer(Effect("odd", ratio=1.35))])
+
+
+def test_producers_that_spread_too_far(corpus):
+    ratios = (0.80, 0.95, 1.05, 1.20)
+    spread = [corpus.producer(Effect(f"r{r}", ratio=r)) for r in ratios]
+    with pytest.raises(UserError, match="would allow .* times the normal difference"):
+        calibrate(None, spread)
+    wide = calibrate(None, spread, max_allowed_ratio=5.0)
+    assert wide.settings["max_allowed_ratio"] == 5.0  # and it shows in the file
+
+
+def test_known_bad_recordings(corpus, normals):
+    bad = corpus.producer(Effect("bad", ratio=2.0))
+    band = calibrate(None, normals, [bad])
+    assert band.bad[0]["verdict"] == "FAIL"
+    assert band.bad[0]["observed"] > band.bad[0]["allowed"]
+    with pytest.raises(UserError, match=r"known-bad.*a gap of"):
+        calibrate(None, normals, [bad, corpus.producer(Effect("harmless", ratio=0.3))])
+
+
+def test_normals_of_different_references(normals):
+    other = dataclasses.replace(normals[0], reference_identity="another")
+    with pytest.raises(UserError, match="2 different references"):
+        calibrate(None, [other, *normals[1:]])
+
+
+def test_from_recordings():
+    parts = made.segments(per_cell=3)
+    logits = made.logits_of(parts)
+    reference = made.recording(parts, logits)
+
+    def normal(seed: int):
+        noisy = logits + np.random.default_rng(seed).normal(0, 0.02, logits.shape)
+        policy = {"name": "bf16", "text": f"bf16,variant={seed}", "fields": {}}
+        return made.recording(parts, noisy, reference, f"run {seed}", policy=policy)
+
+    band = calibrate(reference, [normal(seed) for seed in range(1, 6)], deploy_context=4096)
+    assert band.reference["identity"] == reference.identity
+    assert band.deploy_context == 4096
+    assert [p["name"] for p in band.producers] == [f"bf16,variant={i}" for i in range(1, 6)]
+    gates = {row.gate for row in band.rows}
+    assert {"level", "growth_context", "growth_decode", "edges", "decode_vs_prefill",
+            "prefill_last", "tail_mass"} <= gates  # fmt: skip
+    assert "edges: prefill window" in band.limits
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is no band"),
+        ("[1]", "is no band"),
+        ('{"schema_version": 99}', "schema version 99"),
+        ('{"schema_version": 1}', "damaged"),
+    ],
+)
+def test_files_that_are_no_band(tmp_path, content, message):
+    path = tmp_path / "band.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        Band.load(path)
+
+
+def test_a_band_cut_short_or_edited(tmp_path, band):
+    path = tmp_path / "band.json"
+    data = band.to_dict()
+    data["normals"][0]["mean_log"]["level"].pop()
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match="damaged"):
+        Band.load(path)
+    with pytest.raises(UserError, match="Could not read"):
+        Band.load(tmp_path / "absent.json")
+    with pytest.raises(UserError, match="Could not write"):
+        band.save(tmp_path / "absent" / "band.json")
