@@ -1,0 +1,111 @@
+"""Makes a band: what equally right implementations differ by, on one corpus of one model.
+
+  python -m kernjax.calibrate --model=demo --corpus=demo --reference=out/reference \\
+      --normal=bf16 --normal=chunk32 --normal=block256 --normal=row_sum_rounded \\
+      --bad=bf16,delta_rule.state=m4 --out=out/demo.band.json
+
+A normal producer is an equally right implementation: another chunk length, another tile, P in
+float32, another engine. --normal and --bad name a policy (it is recorded at the reference's ids)
+or a recording made with `kernjax.record --reference`. Four or more normals are needed; each is
+vetted against the reference and against its peers, and an outlier is refused. What the band
+allows must lie below every --bad, or the band is refused with the gap printed.
+
+--recordings_dir keeps what was recorded (NAME per policy); a stopped run goes on there.
+
+The table is on standard output, its last line one JSON object. Exit codes: 0 written, 3 refused.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from kernjax.base import command
+
+FLAGS = command.Flags("calibrate", __doc__)
+_MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
+_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
+_REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
+_NORMAL = FLAGS.multi_string("normal", "A policy or a recording; four or more.", required=True)
+_BAD = FLAGS.multi_string("bad", "A policy or recording that is known to be wrong.")
+_OUT = FLAGS.string("out", None, "The band's file (JSON).", required=True)
+_OVERWRITE = FLAGS.boolean("overwrite", False, "Replace a band that is there already.")
+FLAGS.heading("What the band is for")
+_PRODUCTION = FLAGS.string("production_policy", "bf16", "The policy candidates are changes of.")
+_DEPLOY = FLAGS.integer("deploy_context", None, "Depth it will serve, in tokens.", lower_bound=1)
+FLAGS.heading("How it runs")
+_DIR = FLAGS.string("recordings_dir", None, "Keeps the recordings made here, one folder a policy.")
+_BATCH_SIZE = FLAGS.integer("batch_size", 16, "Segments of one depth run together.", lower_bound=1)
+_MESH = FLAGS.string("mesh", None, "Devices, e.g. data=1,tensor=8.")
+_MIRROR = FLAGS.string("mirror", None, "Directory with a text corpus's sources.")
+
+
+def main(args: list[str]) -> int:
+    del args
+    from kernjax.base.errors import UserError
+    from kernjax.judge import calibrate
+    from kernjax.recording import load_recording
+
+    out = Path(_OUT.value)
+    if out.exists() and not _OVERWRITE.value:
+        raise UserError(f"--out={out} exists.", todo="Pass --overwrite to replace it.")
+    reference_path = _REFERENCE.value
+    if reference_path is None:
+        from kernjax.scoring.session import default_reference
+
+        reference_path = default_reference(_MODEL.value, _CORPUS.value)
+    session = None
+
+    def recording(name: str, folder: Path) -> Any:
+        nonlocal session
+        if Path(name).exists() or name.startswith("gs://"):
+            return load_recording(name)
+        from kernjax.base.progress import Meter
+        from kernjax.precision import parse_policy
+        from kernjax.scoring.session import Session
+
+        policy = parse_policy(name)
+        if session is None:
+            session = Session.open(
+                _MODEL.value,
+                _CORPUS.value,
+                reference_path,
+                batch_size=_BATCH_SIZE.value,
+                mesh=_MESH.value,
+                mirror=_MIRROR.value,
+            )
+        with Meter(f"record {policy}", unit="tok") as meter:
+            return session.record(policy, folder / name, on_progress=meter.update)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(_DIR.value or scratch)
+        normals = [recording(name, folder) for name in _NORMAL.value]
+        bad = [recording(name, folder) for name in _BAD.value]
+        band = calibrate(
+            load_recording(reference_path),
+            normals,
+            bad,
+            production_policy=_PRODUCTION.value,
+            deploy_context=_DEPLOY.value,
+        )
+    band.save(out)
+    for producer, name in zip(band.producers, _NORMAL.value, strict=True):
+        print(f"normal {name}: ratio to its peers {producer['ratio']}")
+    for entry, name in zip(band.bad, _BAD.value, strict=True):
+        print(f"bad    {name}: {entry}")
+    print(f"smallest ratio detected with 95 % power: {band.detection_floor}")
+    command.print_json(
+        {
+            "band": str(out),
+            "producers": len(band.producers),
+            "bad": len(band.bad),
+            "detection_floor": band.detection_floor,
+            "reference": band.reference["identity"],
+        }
+    )
+    return command.EXIT_PASS
+
+
+if __name__ == "__main__":
+    command.run(main, FLAGS)

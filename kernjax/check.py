@@ -1,0 +1,213 @@
+"""May this kernel be merged? Runs or reads a candidate, judges it against the truth, reports.
+
+  python -m kernjax.check --policy=fp8_scaled
+  python -m kernjax.check --corpus=demo-deep --policy=fp8 --output_dir=out/fp8
+  python -m kernjax.check --kernel attention.prefill=my_package.my_module:my_function
+  python -m kernjax.check --model=DIR --corpus=article --reference=out/ref --band=out/band.json \\
+      --policy=bf16,delta_rule.state=m6 --incumbent=out/main
+  python -m kernjax.check --reference=out/ref --band=out/band.json --candidate=out/theirs
+
+The candidate is a policy, kernels put in place of ops (on the production policy unless --policy
+says otherwise), or a finished recording. It sees the reference's tokens, is scored at the
+reference's ids, and its KL is set against what equally right implementations differ by (the band).
+
+Lenses: in place (the candidate as it is, against the ground truth) decides. Isolated: float32 but
+for what the candidate changes; it shows what the change does by itself and may withhold a PASS.
+--twin adds the production policy with only the changed sites undone, as reference: for diagnosis.
+--incumbent sets the candidate beside what runs now. --repeat runs the candidate twice.
+
+The first word of the report is the verdict; the last line of standard output is one JSON object.
+Exit codes: 0 PASS · 1 FAIL · 2 INCONCLUSIVE · 3 could not judge.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from kernjax.base import command
+from kernjax.base.errors import UserError
+
+FLAGS = command.Flags("check", __doc__)
+_POLICY = FLAGS.string("policy", None, "The candidate's policy, e.g. fp8_scaled.")
+_KERNEL = FLAGS.multi_string("kernel", "OP=module:function; may be repeated.")
+_CANDIDATE = FLAGS.string("candidate", None, "A finished recording instead of a run.")
+FLAGS.heading("What it is judged against")
+_MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
+_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
+_REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
+_BAND = FLAGS.string("band", None, "The normal difference; default: the demo's.")
+_INCUMBENT = FLAGS.string("incumbent", None, "Recording of what runs now.")
+_PRODUCTION = FLAGS.string("production_policy", "bf16", "What the candidate is a change of.")
+_DEPLOY = FLAGS.integer("deploy_context", None, "Depth it will serve, in tokens.", lower_bound=1)
+FLAGS.heading("Lenses")
+_ISOLATED = FLAGS.boolean("isolated", True, "Also run the change alone, on float32.")
+_ISOLATED_LIMIT = FLAGS.integer(
+    "isolated_limit", 4, "Segments per kind and depth of the isolated run.", lower_bound=2
+)
+_TWIN = FLAGS.boolean("twin", False, "Also compare with production less the change.")
+_REPEAT = FLAGS.boolean("repeat", False, "Run the candidate twice; it must be bitwise equal.")
+FLAGS.heading("How it runs")
+_OUTPUT_DIR = FLAGS.string("output_dir", None, "Keeps report, verdict and recordings.")
+_LIMIT = FLAGS.integer("limit", None, "At most so many segments per kind and depth.", lower_bound=1)
+_BATCH_SIZE = FLAGS.integer("batch_size", 16, "Segments of one depth run together.", lower_bound=1)
+_MESH = FLAGS.string("mesh", None, "Devices, e.g. data=1,tensor=8.")
+_MIRROR = FLAGS.string("mirror", None, "Directory with a text corpus's sources.")
+
+
+def main(args: list[str]) -> int:
+    del args
+    began = time.monotonic()
+    from kernjax.judge import Band, compare, judge
+    from kernjax.recording import load_recording
+    from kernjax.reporting import render_text, verdict_line, write_files
+
+    _check_flags()
+    reference_path, band_path = _REFERENCE.value, _BAND.value
+    if reference_path is None or band_path is None:
+        from kernjax.scoring.session import default_band, default_reference
+
+        reference_path = reference_path or default_reference(_MODEL.value, _CORPUS.value)
+        band_path = band_path or default_band(_MODEL.value, _CORPUS.value)
+    band = Band.load(band_path)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(_OUTPUT_DIR.value or scratch)
+        if _CANDIDATE.value:
+            reference = load_recording(reference_path)
+            runs = _Runs(load_recording(_CANDIDATE.value))
+        else:
+            runs = _run_candidate(reference_path, folder)
+            reference = load_recording(reference_path)
+        incumbent = load_recording(_INCUMBENT.value) if _INCUMBENT.value else None
+        verdict = judge(
+            compare(reference, runs.candidate),
+            band,
+            isolated=compare(*runs.isolated) if runs.isolated else None,
+            incumbent=compare(reference, incumbent) if incumbent else None,
+            repeat=compare(reference, runs.repeat) if runs.repeat else None,
+            deploy_context=_DEPLOY.value,
+        )
+        twin = _twin_table(compare(*runs.twin)) if runs.twin else None
+    wall_s = time.monotonic() - began
+    if _OUTPUT_DIR.value:
+        write_files(verdict, _OUTPUT_DIR.value, wall_s)
+    print(render_text(verdict))
+    for note in runs.notes:
+        print(note)
+    line = verdict_line(verdict, wall_s)
+    if twin is not None:
+        print("Against the twin (production less the change): KL by kind and depth")
+        for row in twin:
+            print(
+                f"  {row['kind']:8} {row['context_len']:>7}  median {row['kl_median']:.2e}"
+                f"  mean {row['kl_mean']:.2e}"
+            )
+        line["twin"] = twin
+    command.print_json(line)
+    return verdict.exit_code
+
+
+@dataclasses.dataclass
+class _Runs:
+    """The recordings of one check; pairs are (reference, candidate)."""
+
+    candidate: Any
+    repeat: Any = None
+    isolated: tuple[Any, Any] | None = None
+    twin: tuple[Any, Any] | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+def _check_flags() -> None:
+    if _CANDIDATE.value and (_POLICY.value or _KERNEL.value):
+        raise UserError(
+            "--candidate is given beside --policy or --kernel.",
+            "Expected one candidate.",
+            "A recording is judged as it is; drop the others.",
+        )
+    if not (_CANDIDATE.value or _POLICY.value or _KERNEL.value):
+        raise UserError(
+            "There is no candidate.",
+            "Expected --policy, --kernel or --candidate.",
+            "For example: python -m kernjax.check --policy=fp8_scaled",
+        )
+    if _CANDIDATE.value and (_TWIN.value or _REPEAT.value):
+        raise UserError("--twin and --repeat run the candidate; --candidate is a finished one.")
+
+
+def _run_candidate(reference_path: str, folder: Path) -> _Runs:
+    from kernjax.base.progress import Meter
+    from kernjax.plugins import load_kernels
+    from kernjax.precision import Policy, parse_policy
+    from kernjax.precision.lenses import delta, isolated, twin
+    from kernjax.recording import load_recording
+    from kernjax.scoring.door import behind_door
+    from kernjax.scoring.session import Session
+
+    production = parse_policy(_PRODUCTION.value)
+    policy = parse_policy(_POLICY.value) if _POLICY.value else production
+    kernels = load_kernels(_KERNEL.value)
+    session = Session.open(
+        _MODEL.value,
+        _CORPUS.value,
+        reference_path,
+        batch_size=_BATCH_SIZE.value,
+        mesh=_MESH.value,
+        mirror=_MIRROR.value,
+    )
+
+    def record(name: str, policy: Policy, kernels: Any = None, limit: int | None = None) -> Any:
+        with Meter(f"{name} {policy}", unit="tok") as meter:
+            return session.record(
+                policy, folder / name, kernels, limit=limit, on_progress=meter.update
+            )
+
+    runs = _Runs(record("candidate", policy, kernels, _LIMIT.value))
+    if _REPEAT.value:
+        runs.repeat = record("repeat", policy, kernels, _LIMIT.value)
+    changes = delta(policy, production)
+    truth = isolated(policy, production)
+    few = min(_ISOLATED_LIMIT.value, _LIMIT.value or _ISOLATED_LIMIT.value)
+    if _ISOLATED.value and kernels:
+        candidates, oracles = behind_door(kernels, production.activations)
+        runs.isolated = (
+            record("isolated_oracle", truth, oracles, few),
+            record("isolated", truth, candidates, few),
+        )
+    elif _ISOLATED.value and changes and truth != parse_policy("f32"):
+        runs.isolated = (
+            load_recording(reference_path),
+            record("isolated", truth, None, few),
+        )
+    elif _ISOLATED.value and changes:
+        runs.notes.append("The change only removes rounding: alone, on float32, it does nothing.")
+    if _TWIN.value:
+        base = twin(policy, production)
+        runs.twin = (record("twin", base, None, _LIMIT.value), runs.candidate)
+    return runs
+
+
+def _twin_table(comparison: Any) -> list[dict[str, Any]]:
+    import numpy as np
+
+    rows = []
+    for key in dict.fromkeys((s.kind, s.context_len) for s in comparison.segments):
+        chosen = [i for i, s in enumerate(comparison.segments) if (s.kind, s.context_len) == key]
+        inside = np.isin(comparison.segment, chosen) & (comparison.phase == 1)
+        kl = comparison.kl[inside]
+        rows.append(
+            {
+                "kind": key[0],
+                "context_len": key[1],
+                "kl_median": float(np.median(kl)),
+                "kl_mean": float(np.mean(kl)),
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    command.run(main, FLAGS)
