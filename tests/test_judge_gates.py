@@ -59,9 +59,7 @@ def test_at_most_eight_gates_are_tested():
 
 def decide_level(subject: Summary, allowed: float):
     """Gates of a subject against one normal at ln KL -9, every row allowed `allowed`."""
-    rows = [
-        r for r in predeclared(SEGMENTS, [], []) if r.gate in ("level", "growth_context")
-    ]
+    rows = [r for r in predeclared(SEGMENTS, [], []) if r.gate in ("level", "growth_context")]
     evidence = Evidence(SEGMENTS, subject, [summary()])
     return {
         f"{gate.name}: {gate.stratum}": gate
@@ -83,9 +81,7 @@ def test_outcomes_around_the_limit():
 
 def test_p_values_are_bonferroni_within_and_holm_across_gates():
     """Two gates: level (16 rows) and growth (2 rows), against the correction done by hand."""
-    rows = [
-        r for r in predeclared(SEGMENTS, [], []) if r.gate in ("level", "growth_context")
-    ]
+    rows = [r for r in predeclared(SEGMENTS, [], []) if r.gate in ("level", "growth_context")]
     context = np.array([s.context_len for s in SEGMENTS])
     subject = summary(0.12 + 0.03 * np.log2(context / 512) + noise(1))
     evidence = Evidence(SEGMENTS, subject, [summary()])

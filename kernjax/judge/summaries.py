@@ -164,7 +164,8 @@ def ratio_statistics(subject: Summary, normals: Sequence[Summary]) -> dict[str, 
 
 
 def _excess(log_ratio: np.ndarray) -> np.ndarray:
-    return 2.0 * (np.logaddexp(0.0, log_ratio) - np.log(2.0))
+    with np.errstate(invalid="ignore"):  # NaN: the segment has no such rows
+        return 2.0 * (np.logaddexp(0.0, log_ratio) - np.log(2.0))
 
 
 def _log_ratio(subject: Summary, normals: Sequence[Summary], mean: str, group: str) -> np.ndarray:

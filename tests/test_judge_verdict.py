@@ -1,0 +1,368 @@
+"""Every rule of the verdict, on synthetic candidates whose fault is known."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import judge_recordings as made
+import numpy as np
+import pytest
+
+import kernjax
+from kernjax.base.errors import UserError
+from kernjax.judge import Outcome, calibrate, compare, judge
+from kernjax.judge.comparison import PREFILL, Comparison
+from kernjax.judge.simulate import Corpus, Design, Effect
+
+DESIGN = Design(steps=64)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return Corpus(DESIGN, np.random.default_rng(11))
+
+
+@pytest.fixture(scope="module")
+def band(corpus):
+    return calibrate(None, [corpus.producer(name=f"normal {i}") for i in range(5)])
+
+
+@pytest.fixture(scope="module")
+def good(corpus, band) -> Comparison:
+    """A normal that this band passes (not every normal does: that is the simulation's test)."""
+    for _ in range(20):
+        candidate = corpus.producer(name="good")
+        if judge(candidate, band).outcome is Outcome.PASS:
+            return candidate
+    raise AssertionError("none of 20 normals passed")
+
+
+def texts(verdict, severity: str) -> str:
+    return " | ".join(f.text for f in verdict.findings if f.severity == severity)
+
+
+def outcome_of(verdict, gate: str) -> set[str]:
+    return {str(g.outcome) for g in verdict.gates if g.name == gate}
+
+
+def part(c: Comparison, keep: list[int]) -> Comparison:
+    """The comparison of a run that covered these segments only."""
+    rows = np.isin(c.segment, keep)
+    arrays = {
+        f.name: getattr(c, f.name)[rows]
+        for f in dataclasses.fields(c)
+        if isinstance(getattr(c, f.name), np.ndarray)
+    }
+    arrays["segment"] = np.searchsorted(keep, arrays["segment"])
+    return dataclasses.replace(c, segments=tuple(c.segments[i] for i in keep), **arrays)
+
+
+def test_pass_states_its_limit_and_its_depth(band, good):
+    verdict = judge(good, band)
+    assert verdict.outcome == "PASS" and verdict.exit_code == 0
+    assert verdict.up_to_context == 16384
+    assert "no worse than" in verdict.reason and "up to context 16384" in verdict.reason
+    assert all(g.outcome is Outcome.PASS for g in verdict.gates)
+    assert verdict.positions == 128 * DESIGN.steps and verdict.segments == 128
+    assert not verdict.segments_to_decide
+
+
+@pytest.mark.parametrize(
+    ("effect", "gate"),
+    [
+        (Effect(ratio=2.0), "level"),
+        (Effect(spikes=0.01), "level"),
+        (Effect(per_doubling=1.15), "growth_context"),
+        (Effect(late=1.6), "growth_decode"),
+        (Effect(edges=4.0), "edges"),
+        (Effect(own=2.5), "decode_vs_prefill"),
+        (Effect(nan=True), "nonfinite"),
+    ],
+)
+def test_each_kind_of_fault_fails_its_own_gate(corpus, band, effect, gate):
+    verdict = judge(corpus.producer(effect), band)
+    assert verdict.outcome is Outcome.FAIL and verdict.exit_code == 1
+    assert "FAIL" in outcome_of(verdict, gate)
+    assert texts(verdict, "fail")
+
+
+def test_all_gates_are_evaluated_after_a_failure(corpus, band):
+    verdict = judge(corpus.producer(Effect(ratio=2.0, edges=4.0, nan=True)), band)
+    assert {g.name for g in verdict.gates if g.outcome == "FAIL"} >= {"nonfinite", "level", "edges"}
+    assert len(verdict.gates) == len(band.rows) + 2
+
+
+def test_non_finite_everywhere_is_a_fail_and_no_crash(band, good):
+    dead = dataclasses.replace(
+        good,
+        kl=np.full_like(good.kl, np.nan),
+        self_kl=np.full_like(good.kl, np.nan),
+        margin_change=np.full_like(good.kl, np.nan),
+        tail_change=np.full_like(good.kl, np.nan),
+        finite=np.zeros_like(good.finite),
+        flipped=np.zeros_like(good.finite),
+    )
+    verdict = judge(dead, band)
+    assert verdict.outcome is Outcome.FAIL
+    assert "not finite" in verdict.reason
+    assert verdict.kl["mean"] is None
+    assert outcome_of(verdict, "level") == {"NOT TESTED"}
+
+
+def test_one_nan_names_its_place(corpus, band):
+    candidate = corpus.producer(Effect(nan=True))
+    row = int(np.argmax(~candidate.finite))
+    name = candidate.segments[candidate.segment[row]].id
+    assert f"segment {name}, position {candidate.pos[row]}" in texts(judge(candidate, band), "fail")
+
+
+def with_flips(c: Comparison, places: list[tuple[int, float]]) -> Comparison:
+    """The comparison with a flip at the first row of each (segment, margin)."""
+    flipped, margin = c.flipped.copy(), c.margin.copy()
+    for segment, value in places:
+        row = int(np.argmax((c.segment == segment) & (c.phase == 1)))
+        flipped[row], margin[row] = True, value
+    return dataclasses.replace(c, flipped=flipped, margin=margin)
+
+
+def test_confident_flips(band, good):
+    limit = band.margins["confident_margin"]
+    far = 2 * band.margins["largest_flip_margin"]
+    between = limit + 0.3 * (max(far, 1.5 * limit) - limit)
+    assert limit < between < max(far, 1.5 * limit)
+    below = judge(with_flips(good, [(0, 0.99 * limit), (1, 0.98 * limit)]), band)
+    assert outcome_of(below, "confident_flips") == {"PASS"}
+    if between < far:
+        one = judge(with_flips(good, [(0, between)]), band)
+        assert one.outcome is Outcome.INCONCLUSIVE
+        assert outcome_of(one, "confident_flips") == {"INCONCLUSIVE"}
+    two = judge(with_flips(good, [(0, between), (1, between)]), band)
+    assert two.outcome is Outcome.FAIL and "2 confident flips in 2 segments" in two.reason
+    beyond = judge(with_flips(good, [(0, 1.01 * max(far, limit))]), band)
+    assert beyond.outcome is Outcome.FAIL
+
+
+def test_two_confident_flips_in_one_segment_are_one_event(corpus, good):
+    band = calibrate(None, [corpus.producer(name=f"normal {i}") for i in range(5)])
+    band.margins.update(largest_flip_margin=0.5, confident_margin=0.5)
+    same = with_flips(good, [(3, 0.6)])
+    row = int(np.argmax(same.flipped & (same.margin == 0.6)))
+    same.flipped[row + 1], same.margin[row + 1] = True, 0.7
+    assert outcome_of(judge(same, band), "confident_flips") == {"INCONCLUSIVE"}
+
+
+def test_identical_to_the_incumbent(corpus, band, good):
+    verdict = judge(good, band, incumbent=dataclasses.replace(good, candidate_name="main"))
+    assert verdict.outcome is Outcome.PASS and verdict.identical
+    assert verdict.reason.startswith("identical")
+    red = corpus.producer(Effect(ratio=2.0))
+    same = judge(red, band, incumbent=red)
+    assert same.outcome is Outcome.PASS and same.identical
+    assert "FAIL" in outcome_of(same, "level") and texts(same, "warning")
+    broken = corpus.producer(Effect(nan=True))
+    assert judge(broken, band, incumbent=broken).outcome is Outcome.FAIL
+
+
+def test_against_another_incumbent(corpus, band, good):
+    verdict = judge(good, band, incumbent=corpus.producer(Effect(ratio=0.5)))
+    assert not verdict.identical
+    rows = {(r.kind, r.mean): r for r in verdict.incumbent}
+    row = rows["prose", "geometric"]
+    assert row.low < 2.0 < row.high * 1.05 and row.ratio == pytest.approx(2.0, rel=0.1)
+    assert row.candidate / row.incumbent == pytest.approx(row.ratio, rel=0.02)
+    assert "times the incumbent's" in texts(verdict, "warning")
+    assert verdict.outcome is Outcome.PASS  # reported; the band decides
+
+
+def test_partial_runs_never_pass_and_may_fail(corpus, band, good):
+    keep = list(range(0, 128, 2))
+    partial = judge(part(good, keep), band)
+    assert partial.outcome is Outcome.INCONCLUSIVE
+    assert "64 of 128 segments" in texts(partial, "inconclusive")
+    assert partial.segments == 64
+    bad = corpus.producer(Effect(ratio=3.0))
+    assert judge(part(bad, keep), band).outcome is Outcome.FAIL
+    assert judge(part(good, [5]), band).outcome is Outcome.INCONCLUSIVE  # no interval, no crash
+
+
+def test_thin_coverage_says_what_is_missing():
+    thin = Corpus(Design(per_cell=8, steps=64), np.random.default_rng(2))
+    band = calibrate(None, [thin.producer(name=f"n{i}") for i in range(5)])
+    verdict = judge(thin.producer(Effect(ratio=0.8)), band)
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+    assert "8 independent segments of code at context 16384" in texts(verdict, "inconclusive")
+    assert verdict.segments_to_decide["coverage, prose, 16384"] == 8
+
+
+def test_the_same_text_twice_is_one_segment(corpus, band, good):
+    deep = [i for i, s in enumerate(good.segments) if s.kind == "prose" and s.context_len == 16384]
+    target = good.reference_target.copy()
+    first = target[good.segment == deep[0]]
+    for i in deep[1:4]:
+        target[good.segment == i] = first
+    verdict = judge(dataclasses.replace(good, reference_target=target), band)
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+    assert "13 independent segments of prose" in texts(verdict, "inconclusive")
+
+
+@pytest.mark.parametrize(
+    ("mass", "outcome", "severity"),
+    [(0.1, "PASS", None), (0.3, "PASS", "warning"), (0.5, "INCONCLUSIVE", "inconclusive")],
+)
+def test_mass_outside_the_recorded_ids(band, good, mass, outcome, severity):
+    verdict = judge(dataclasses.replace(good, tail_mass=np.full_like(good.tail_mass, mass)), band)
+    assert verdict.outcome == outcome
+    found = [f.severity for f in verdict.findings if "outside the recorded ids" in f.text]
+    assert set(found) == ({severity} if severity else set())
+
+
+def test_a_repeat_must_be_bitwise_equal(corpus, band, good):
+    assert judge(good, band, repeat=good).outcome is Outcome.PASS
+    verdict = judge(good, band, repeat=corpus.producer(name="good"))
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+    assert "not bitwise equal" in texts(verdict, "inconclusive")
+
+
+def test_a_candidate_that_is_the_reference(band, good):
+    nothing = dataclasses.replace(good, kl=np.zeros_like(good.kl), bitwise_reference=True)
+    verdict = judge(nothing, band)
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+    assert "own code path" in texts(verdict, "inconclusive")
+
+
+def test_a_candidate_that_is_one_of_the_normals(corpus):
+    members = [corpus.producer(name=f"member {i}") for i in range(5)]
+    band = calibrate(None, members)
+    verdict = judge(members[1], band)
+    assert "member 1" in texts(verdict, "note")
+    # Its own numbers are left out of what it is compared with: the leave-one-out ratio.
+    row = next(g for g in verdict.gates if (g.name, g.stratum) == ("level", "prose, geometric"))
+    assert row.observed == pytest.approx(band.producers[1]["ratio"]["prose, geometric"], rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("deploy", "outcome"),
+    [(None, "PASS"), (16384, "PASS"), (65536, "PASS"), (65537, "INCONCLUSIVE")],
+)
+def test_deployment_beyond_four_times_the_depth(band, good, deploy, outcome):
+    verdict = judge(good, band, deploy_context=deploy)
+    assert verdict.outcome == outcome
+    assert verdict.up_to_context == 16384  # extrapolation never extends a PASS
+    if deploy == 65536:
+        assert "holds up to 16384" in texts(verdict, "warning")
+
+
+def test_growth_that_would_leave_the_band_by_the_deployment(corpus, band):
+    """Below normal at every depth measured, but not for long: no PASS for deeper."""
+    candidate = corpus.producer(Effect(ratio=0.45, per_doubling=1.15))
+    assert judge(candidate, band).outcome is Outcome.PASS
+    verdict = judge(candidate, band, deploy_context=65536)
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+    assert "at the deployment's 65536" in texts(verdict, "inconclusive")
+
+
+def test_isolated_lens(corpus, band, good):
+    small = corpus.producer(Effect(ratio=0.001, per_doubling=1.2))
+    verdict = judge(good, band, isolated=small, deploy_context=65536)
+    assert verdict.outcome is Outcome.PASS
+    law = next(
+        row for row in verdict.isolated_laws if (row.kind, row.mean) == ("prose", "geometric")
+    )
+    # KL grows 1.2 times per doubling: an exponent of log2(1.2) = 0.263.
+    assert law.exponent == pytest.approx(np.log2(1.2), abs=0.03)
+    assert law.at_context == 65536 and not law.leaves
+    depths = [row for row in verdict.isolated if (row.kind, row.mean) == ("prose", "geometric")]
+    assert [row.context_len for row in depths] == [512, 2048, 8192, 16384]
+    assert depths[0].ratio == pytest.approx(1.001, abs=3e-4)
+
+    growing = corpus.producer(Effect(ratio=0.01, per_doubling=1.5))
+    here = judge(good, band, isolated=growing)
+    deeper = judge(good, band, isolated=growing, deploy_context=65536)
+    assert deeper.outcome is Outcome.INCONCLUSIVE
+    assert "would leave the band" in texts(deeper, "inconclusive")
+    fitted = next(
+        row for row in deeper.isolated_laws if (row.kind, row.mean) == ("prose", "geometric")
+    )
+    # 0.01 * 1.5^d reaches T - 1 after d doublings of 512.
+    doublings = np.log((fitted.allowed - 1) / 0.01) / np.log(1.5)
+    assert fitted.leaves_at == pytest.approx(512 * 2**doublings, rel=0.25)
+    assert here.isolated_laws[0].at_context == 16384
+
+
+def test_isolated_with_few_depths_is_not_extrapolated():
+    shallow = Corpus(Design(contexts=(512, 2048), steps=64), np.random.default_rng(4))
+    band = calibrate(None, [shallow.producer(name=f"n{i}") for i in range(5)])
+    alone = shallow.producer(Effect(ratio=0.001))
+    verdict = judge(shallow.producer(Effect(ratio=0.7)), band, isolated=alone, deploy_context=4096)
+    assert verdict.isolated_laws[0].exponent is None
+    assert "fewer than 4 depths" in texts(verdict, "warning")
+
+
+def test_inconclusive_says_how_many_segments_would_decide(corpus, band):
+    for _ in range(10):
+        verdict = judge(corpus.producer(Effect(ratio=1.09)), band)
+        if verdict.outcome is Outcome.INCONCLUSIVE and verdict.segments_to_decide:
+            break
+    assert verdict.exit_code == 2
+    assert all(count > 0 for count in verdict.segments_to_decide.values())
+    assert "would decide" in " ".join(f.todo for f in verdict.findings)
+
+
+def test_a_single_strange_segment_is_named(band, good):
+    kl = good.kl.copy()
+    kl[(good.segment == 40) & (good.phase != PREFILL)] *= 50
+    verdict = judge(dataclasses.replace(good, kl=kl), band)
+    assert verdict.outcome is not Outcome.PASS
+    assert good.segments[40].id in texts(verdict, "warning")
+
+
+def test_bands_and_recordings_that_do_not_belong_together(band, good):
+    cases = {
+        "model": {"model": {"weights_sha256": "z"}},
+        "corpus": {"corpus": {"sha256": "z"}},
+        "tokenizer": {"tokenizer_sha256": "z"},
+    }
+    for message, fields in cases.items():
+        manifest = {**good.reference_manifest, **fields}
+        with pytest.raises(UserError, match=f"calibrated on {message}"):
+            judge(dataclasses.replace(good, reference_manifest=manifest), band)
+    with pytest.raises(UserError, match="calibrated against reference"):
+        judge(dataclasses.replace(good, reference_identity="another"), band)
+    with pytest.raises(UserError, match="logits in bfloat16"):
+        judge(dataclasses.replace(good, candidate_manifest={"logits_dtype": "bfloat16"}), band)
+    unknown = (dataclasses.replace(good.segments[0], id="other"), *good.segments[1:])
+    with pytest.raises(UserError, match="does not know segment 'other'"):
+        judge(dataclasses.replace(good, segments=unknown), band)
+    with pytest.raises(UserError, match="covers other segments"):
+        judge(good, band, incumbent=part(good, [1, 2]))
+
+
+def test_another_logits_dtype_with_a_producer_of_it(corpus):
+    producers = [corpus.producer(name=f"n{i}") for i in range(5)]
+    producers[0] = dataclasses.replace(
+        producers[0], candidate_manifest={"logits_dtype": "bfloat16"}
+    )
+    band = calibrate(None, producers)
+    candidate = corpus.producer()
+    other = dataclasses.replace(candidate, candidate_manifest={"logits_dtype": "bfloat16"})
+    assert judge(other, band).outcome == judge(candidate, band).outcome
+
+
+def test_end_to_end_from_recordings_at_package_level():
+    """kernjax.compare and kernjax.judge, the latter being package and function at once."""
+    parts = made.segments(per_cell=16, steps=8)
+    logits = made.logits_of(parts)
+    reference = made.recording(parts, logits)
+
+    def run(seed: int, noise: float):
+        moved = logits + np.random.default_rng(seed).normal(0, noise, logits.shape)
+        return made.recording(parts, moved, reference, f"run {seed}")
+
+    band = kernjax.judge.calibrate(reference, [run(seed, 0.02) for seed in range(5)])
+    bad = kernjax.judge(kernjax.compare(reference, run(6, 0.04)), band)
+    assert bad.outcome is Outcome.FAIL
+    level = next(g for g in bad.gates if (g.name, g.stratum) == ("level", "prose, geometric"))
+    assert level.observed == pytest.approx(4.0, rel=0.15)  # KL goes with the noise squared
+    fine = kernjax.judge(compare(reference, run(7, 0.015)), band)
+    assert fine.outcome is Outcome.PASS
+    assert kernjax.judge(kernjax.compare(reference, run(0, 0.02)), band).findings[-1].text
