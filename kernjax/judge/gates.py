@@ -28,7 +28,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -131,6 +131,9 @@ class Gate:
     detectable: float | None = None
     segments_needed: int | None = None  # in the row, in all, to decide at this effect
     note: str = ""
+    kind: str | None = None  # None: all
+    context_len: int | None = None
+    mean: str | None = None  # of level rows: geometric or arithmetic
 
 
 class Evidence:
@@ -240,36 +243,40 @@ def decide(evidence: Evidence, rows: Sequence[Row], limits: Mapping[str, Limit])
     gates = []
     for row in rows:
         estimate, limit = estimates[row.key], limits[row.key]
-        if estimate is None:
-            gates.append(
-                Gate(row.gate, row.stratum, row.quantity, None, None, None,
-                     row.shown(limit.allowed), Outcome.NOT_TESTED,
-                     note="too few segments, or flips, for an interval")
-            )  # fmt: skip
-            continue
-        low, high = estimate.bound(1 - CONFIDENCE), estimate.bound(CONFIDENCE)
-        p = adjusted[row.key]
-        outcome, note = _outcome(evidence, row, limit, low, high, p)
-        needed = None
-        if outcome is Outcome.INCONCLUSIVE:
-            needed = segments_needed(row, estimate, limit, len(counts) * counts[row.gate])
-        gates.append(
-            Gate(
-                row.gate,
-                row.stratum,
-                row.quantity,
-                row.shown(estimate.value),
-                row.shown(low),
-                row.shown(high),
-                row.shown(limit.allowed),
-                outcome,
-                estimate.segments,
-                p,
-                row.shown(limit.detectable),
-                needed,
-                note,
-            )
+        gate = Gate(
+            row.gate,
+            row.stratum,
+            row.quantity,
+            None,
+            None,
+            None,
+            row.shown(limit.allowed),
+            Outcome.NOT_TESTED,
+            detectable=row.shown(limit.detectable),
+            note="too few segments, or flips, for an interval",
+            kind=row.kind,
+            context_len=row.context,
+            mean=row.statistic if row.gate == "level" else None,
         )
+        if estimate is not None:
+            low, high = estimate.bound(1 - CONFIDENCE), estimate.bound(CONFIDENCE)
+            p = adjusted[row.key]
+            outcome, note = _outcome(evidence, row, limit, low, high, p)
+            needed = None
+            if outcome is Outcome.INCONCLUSIVE:
+                needed = segments_needed(row, estimate, limit, len(counts) * counts[row.gate])
+            gate = replace(
+                gate,
+                observed=row.shown(estimate.value),
+                low=row.shown(low),
+                high=row.shown(high),
+                outcome=outcome,
+                segments=estimate.segments,
+                p_value=p,
+                segments_needed=needed,
+                note=note,
+            )
+        gates.append(gate)
     return gates
 
 

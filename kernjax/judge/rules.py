@@ -91,6 +91,8 @@ def gate_findings(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
                 "inconclusive",
                 f"Gate {gate.name} ({gate.stratum}) could not be tested: {gate.note}.",
             )
+        elif gate.note:
+            yield Finding("note", f"Gate {gate.name}, {gate.stratum}: {gate.note}.")
 
 
 _SENTENCES = {
@@ -113,13 +115,11 @@ def _gate_finding(severity: str, rows: Sequence[Gate], command: str) -> Finding:
         rows,
         key=lambda gate: (gate.p_value, -abs(gate.observed or 0.0) / (gate.allowed or 1.0)),
     )
-    kind, _, rest = worst.stratum.partition(", ")
-    mean, _, depth = rest.partition(", ")
     text = _SENTENCES[worst.name].format(
         stratum=worst.stratum,
-        kind=kind,
-        mean=mean,
-        at=f" at context {depth}" if depth else "",
+        kind=worst.kind,
+        mean=worst.mean,
+        at=f" at context {worst.context_len}" if worst.context_len else "",
         value=f"{worst.observed:.4g} [{worst.low:.4g}, {worst.high:.4g}]",
     )
     text += f", allowed {worst.allowed:.4g} (gate {worst.name}"

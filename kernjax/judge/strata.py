@@ -79,16 +79,11 @@ def strata_of(comparison: Comparison, evidence: Evidence, level: int) -> list[St
             for mean in ("geometric", "arithmetic"):
                 row = Row("level", "", mean, kind=kind, context=context)
                 estimate = evidence.estimate(row) if phase == level else None
-                bounds += (
-                    [None] * 3
-                    if estimate is None
-                    else [
-                        row.shown(estimate.value),
-                        row.shown(estimate.bound(1 - CONFIDENCE)),
-                        row.shown(estimate.bound(CONFIDENCE)),
-                    ]
-                )
-            present = members & (np.bincount(comparison.segment, minlength=len(members)) > 0)
+                if estimate is None:
+                    bounds += [None, None, None]
+                    continue
+                low, high = estimate.bound(1 - CONFIDENCE), estimate.bound(CONFIDENCE)
+                bounds += [row.shown(value) for value in (estimate.value, low, high)]
             result.append(
                 Stratum(
                     kind,
@@ -102,7 +97,7 @@ def strata_of(comparison: Comparison, evidence: Evidence, level: int) -> list[St
                     kl["max"],
                     *bounds,
                     int((comparison.flipped | comparison.tie_flipped)[rows].sum()),
-                    float(evidence.expected_flips[present].sum()) if phase == level else None,
+                    float(evidence.expected_flips[members].sum()) if phase == level else None,
                     float(comparison.tail_mass[rows].mean()),
                 )
             )
@@ -117,8 +112,7 @@ def margin_bins(comparison: Comparison, evidence: Evidence, level: int) -> list[
     positions = np.bincount(bins, minlength=size)
     other_top1 = (comparison.flipped | comparison.tie_flipped)[rows]
     flips = np.bincount(bins, other_top1, minlength=size)
-    present = np.bincount(comparison.segment[rows], minlength=len(comparison.segments)) > 0
-    normal = evidence.expected_flips[present].sum(axis=0)
+    normal = evidence.expected_flips.sum(axis=0)
     edges: Sequence[float | None] = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, None)
     return [
         MarginBin(
