@@ -287,6 +287,8 @@ def test_isolated_lens(corpus, band, good):
     doublings = np.log((fitted.allowed - 1) / 0.01) / np.log(1.5)
     assert fitted.leaves_at == pytest.approx(512 * 2**doublings, rel=0.25)
     assert here.isolated_laws[0].at_context == 16384
+    assert here.outcome is Outcome.PASS  # measured in place up to there
+    assert "In isolation the change grows on prose" in texts(here, "note")
 
 
 def test_isolated_with_few_depths_is_not_extrapolated():

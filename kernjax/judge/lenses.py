@@ -5,7 +5,8 @@ causes adds, so that on the scale of the in-place ratio the change alone predict
 
     R_iso(depth) = 1 + KL_isolated / KL_normal,      KL_isolated / KL_normal ~ context^exponent
 
-The law is fitted log-log over at least four depths; it may withhold a PASS, never grant one.
+The law is fitted log-log over at least four depths. It speaks for depths beyond those measured in
+place (there the measurement itself decides) and may withhold a PASS, never grant one.
 
 Incumbent: R(candidate)/R(incumbent) on the same rows. It is reported, and decides nothing but
 identity: a candidate is held to the truth, not to what happens to be in main.
@@ -126,7 +127,7 @@ def _law(
     allowed: float,
     at_context: int,
 ) -> IsolatedLaw | None:
-    """Below four depths nothing is extrapolated: the prediction is the worst depth measured."""
+    """The fitted line's bound; below four depths the worst bound measured stands for it."""
     if not depths:
         return None
     known, cell = np.unique(contexts, return_inverse=True)
@@ -152,7 +153,7 @@ def _law(
         slope.bound(1 - CONFIDENCE) / per_octave,
         slope.bound(CONFIDENCE) / per_octave,
         at_context,
-        max(worst, 1 + math.exp(line.bound(CONFIDENCE))),
+        1 + math.exp(line.bound(CONFIDENCE)),
         allowed,
         leaves_at,
     )

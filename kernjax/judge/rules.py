@@ -236,17 +236,24 @@ def _fingerprints(case: Case) -> dict[int, bytes]:
     return {int(i): part.tobytes() for i, part in zip(index, parts, strict=True)}
 
 
-def isolated(laws: Sequence[IsolatedLaw]) -> Iterator[Finding]:
-    """An isolated effect that would leave the band withholds a PASS."""
+def isolated(case: Case, laws: Sequence[IsolatedLaw]) -> Iterator[Finding]:
+    """An isolated effect that would leave the band by the deployment's depth withholds a PASS."""
+    deeper = (case.deploy_context or 0) > case.depth
     for law in laws:
-        if law.leaves:
-            when = f", at about context {law.leaves_at:.3g}" if law.leaves_at else ""
+        when = f" at about context {law.leaves_at:.3g}" if law.leaves_at else ""
+        if deeper and law.leaves:
             yield Finding(
                 "inconclusive",
                 f"In isolation the change predicts up to {law.predicted_high:.4g} times normal on "
-                f"{law.kind} ({law.mean}) by context {law.at_context}, allowed {law.allowed:.4g}: "
-                f"it would leave the band{when}.",
+                f"{law.kind} ({law.mean} mean) by context {law.at_context}, allowed "
+                f"{law.allowed:.4g}: it would leave the band{when}.",
                 "Only a recording that deep can pass it: record deeper segments.",
+            )
+        elif not deeper and law.leaves_at and law.exponent_low and law.exponent_low > 0:
+            yield Finding(
+                "note",
+                f"In isolation the change grows on {law.kind} ({law.mean} mean) and would leave "
+                f"the band{when}; what was measured reaches {case.depth}.",
             )
 
 

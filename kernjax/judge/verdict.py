@@ -117,7 +117,7 @@ def judge(
         thin, thin_segments = rules.coverage(case)
         findings += thin
         further |= thin_segments
-        findings += [*rules.isolated(laws), *rules.deployment(case, laws)]
+        findings += [*rules.isolated(case, laws), *rules.deployment(case, laws)]
     incumbent_rows = _incumbent(case)
     findings += [*rules.against_incumbent(case, incumbent_rows), *rules.notes(case)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
