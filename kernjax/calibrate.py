@@ -75,8 +75,7 @@ def main(args: list[str]) -> int:
                 mesh=_MESH.value,
                 mirror=_MIRROR.value,
             )
-        with Meter(f"record {policy}", unit="tok") as meter:
-            return session.record(policy, folder / name, on_progress=meter.update)
+        return session.record(policy, folder / name, on_progress=Meter(f"record {policy}", "tok"))
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(_DIR.value or scratch)

@@ -22,7 +22,6 @@ Exit codes: 0 PASS · 1 FAIL · 2 INCONCLUSIVE · 3 could not judge.
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 import time
 from pathlib import Path
@@ -64,6 +63,7 @@ def main(args: list[str]) -> int:
     from kernjax.judge import Band, compare, judge
     from kernjax.recording import load_recording
     from kernjax.reporting import render_text, verdict_line, write_files
+    from kernjax.scoring.runs import Runs
 
     _check_flags()
     reference_path, band_path = _REFERENCE.value, _BAND.value
@@ -75,12 +75,11 @@ def main(args: list[str]) -> int:
     band = Band.load(band_path)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(_OUTPUT_DIR.value or scratch)
+        reference = load_recording(reference_path)
         if _CANDIDATE.value:
-            reference = load_recording(reference_path)
-            runs = _Runs(load_recording(_CANDIDATE.value))
+            runs = Runs(load_recording(_CANDIDATE.value))
         else:
             runs = _run_candidate(reference_path, folder)
-            reference = load_recording(reference_path)
         incumbent = load_recording(_INCUMBENT.value) if _INCUMBENT.value else None
         verdict = judge(
             compare(reference, runs.candidate),
@@ -110,17 +109,6 @@ def main(args: list[str]) -> int:
     return verdict.exit_code
 
 
-@dataclasses.dataclass
-class _Runs:
-    """The recordings of one check; pairs are (reference, candidate)."""
-
-    candidate: Any
-    repeat: Any = None
-    isolated: tuple[Any, Any] | None = None
-    twin: tuple[Any, Any] | None = None
-    notes: list[str] = dataclasses.field(default_factory=list)
-
-
 def _check_flags() -> None:
     if _CANDIDATE.value and (_POLICY.value or _KERNEL.value):
         raise UserError(
@@ -138,13 +126,11 @@ def _check_flags() -> None:
         raise UserError("--twin and --repeat run the candidate; --candidate is a finished one.")
 
 
-def _run_candidate(reference_path: str, folder: Path) -> _Runs:
+def _run_candidate(reference_path: str, folder: Path) -> Any:
     from kernjax.base.progress import Meter
     from kernjax.plugins import load_kernels
-    from kernjax.precision import Policy, parse_policy
-    from kernjax.precision.lenses import delta, isolated, twin
-    from kernjax.recording import load_recording
-    from kernjax.scoring.door import behind_door
+    from kernjax.precision import parse_policy
+    from kernjax.scoring.lenses import Lenses, run_lenses
     from kernjax.scoring.session import Session
 
     production = parse_policy(_PRODUCTION.value)
@@ -158,36 +144,12 @@ def _run_candidate(reference_path: str, folder: Path) -> _Runs:
         mesh=_MESH.value,
         mirror=_MIRROR.value,
     )
-
-    def record(name: str, policy: Policy, kernels: Any = None, limit: int | None = None) -> Any:
-        with Meter(f"{name} {policy}", unit="tok") as meter:
-            return session.record(
-                policy, folder / name, kernels, limit=limit, on_progress=meter.update
-            )
-
-    runs = _Runs(record("candidate", policy, kernels, _LIMIT.value))
-    if _REPEAT.value:
-        runs.repeat = record("repeat", policy, kernels, _LIMIT.value)
-    changes = delta(policy, production)
-    truth = isolated(policy, production)
-    few = min(_ISOLATED_LIMIT.value, _LIMIT.value or _ISOLATED_LIMIT.value)
-    if _ISOLATED.value and kernels:
-        candidates, oracles = behind_door(kernels, production.activations)
-        runs.isolated = (
-            record("isolated_oracle", truth, oracles, few),
-            record("isolated", truth, candidates, few),
-        )
-    elif _ISOLATED.value and changes and truth != parse_policy("f32"):
-        runs.isolated = (
-            load_recording(reference_path),
-            record("isolated", truth, None, few),
-        )
-    elif _ISOLATED.value and changes:
-        runs.notes.append("The change only removes rounding: alone, on float32, it does nothing.")
-    if _TWIN.value:
-        base = twin(policy, production)
-        runs.twin = (record("twin", base, None, _LIMIT.value), runs.candidate)
-    return runs
+    lenses = Lenses(
+        _LIMIT.value, _ISOLATED.value, _ISOLATED_LIMIT.value, _TWIN.value, _REPEAT.value
+    )
+    return run_lenses(
+        session, policy, production, folder, kernels, lenses, lambda title: Meter(title, "tok")
+    )
 
 
 def _twin_table(comparison: Any) -> list[dict[str, Any]]:

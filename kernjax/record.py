@@ -77,17 +77,16 @@ def main(args: list[str]) -> int:
     if _ONLY_CHECK.value:
         command.print_json({"checked": True, "segments": len(corpus.segments)})
         return command.EXIT_PASS
-    with Meter(f"record {policy}", unit="tok") as meter:
-        identity = record_corpus(
-            producer,
-            corpus,
-            _OUT.value,
-            reference=reference,
-            batch_size=_BATCH_SIZE.value,
-            rescore=_RESCORE.value,
-            overwrite=_OVERWRITE.value,
-            on_progress=meter.update,
-        )
+    identity = record_corpus(
+        producer,
+        corpus,
+        _OUT.value,
+        reference=reference,
+        batch_size=_BATCH_SIZE.value,
+        rescore=_RESCORE.value,
+        overwrite=_OVERWRITE.value,
+        on_progress=Meter(f"record {policy}", "tok"),
+    )
     recording = load_recording(_OUT.value)
     print(f"{_OUT.value}: {len(recording.segments)} segments, {len(recording):,} rows, {policy}")
     command.print_json(

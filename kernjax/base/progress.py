@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -13,32 +12,19 @@ log = logging.getLogger("kernjax")
 
 
 class Meter:
-    """Shows `Progress` values (tokens, total_tokens, batch, batches, seconds, segment)."""
+    """Shows `Progress` values (tokens, total_tokens, batch, batches, seconds, segment) it is given.
+
+    The bar closes itself with the last batch.
+    """
 
     def __init__(self, title: str, unit: str) -> None:
         self._title, self._unit = title, unit
         self._bar: tqdm | None = None
         self._terminal = sys.stderr.isatty()
 
-    def __enter__(self) -> Meter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def update(self, progress: Any) -> None:
+    def __call__(self, progress: Any) -> None:
         if self._terminal:
-            if self._bar is None:
-                self._bar = tqdm(
-                    total=progress.total_tokens, desc=self._title, unit=self._unit, unit_scale=True
-                )
-            self._bar.update(progress.tokens - self._bar.n)
+            self._show_bar(progress)
         elif progress.segment is not None:
             rate = progress.tokens / max(progress.seconds, 1e-9)
             left = (progress.total_tokens - progress.tokens) / max(rate, 1e-9)
@@ -52,3 +38,12 @@ class Meter:
                 self._unit,
                 left,
             )
+
+    def _show_bar(self, progress: Any) -> None:
+        if self._bar is None:
+            self._bar = tqdm(
+                total=progress.total_tokens, desc=self._title, unit=self._unit, unit_scale=True
+            )
+        self._bar.update(progress.tokens - self._bar.n)
+        if progress.batch == progress.batches:
+            self._bar.close()

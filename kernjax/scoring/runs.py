@@ -1,0 +1,18 @@
+"""The recordings of one candidate. Apart, so that reading finished ones needs no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kernjax.recording import Recording
+
+
+@dataclasses.dataclass
+class Runs:
+    """The recordings of one candidate; pairs are (reference, candidate)."""
+
+    candidate: Recording
+    repeat: Recording | None = None
+    isolated: tuple[Recording, Recording] | None = None
+    twin: tuple[Recording, Recording] | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
