@@ -23,3 +23,11 @@ def _cache_dir(tmp_path_factory):
         del os.environ["KERNJAX_CACHE_DIR"]
     else:
         os.environ["KERNJAX_CACHE_DIR"] = previous
+
+
+@pytest.fixture(scope="session")
+def instrument(tmp_path_factory):
+    """A tiny two-layer checkpoint, its corpus and its float32 reference: `Instrument`."""
+    from instrument import Instrument
+
+    return Instrument.make(tmp_path_factory.mktemp("instrument"))
