@@ -2,24 +2,26 @@
 
 The recurrence, for one head with key dimension K and value dimension V:
 
-    S = exp(g) * S                 g scalar (GDN) or one per key channel (KDA)
+    S = exp(g) * S                 g one per token (GDN), or one per token and key channel (KDA)
     d = (v - k^T S) * beta
     S = S + k d^T
     o = scale * q^T S
 
 In a chunk of C tokens, with G = cumsum(g) and D_ij = exp(G_i - G_j) for j <= i (Yang et al.,
-"Gated Delta Networks", arXiv 2412.06464; the WY form of `chunk_gated_delta_rule` in transformers
-and flash-linear-attention):
+"Gated Delta Networks", arXiv 2412.06464; `torch_chunk_gated_delta_rule` in transformers):
 
     A     = I + strict_lower(beta_i (k_i . k_j) D_ij)
     u     = A^-1 (beta v)          w = A^-1 (beta exp(G) k)
     v_new = u - w S                p = lower((q_i . k_j) D_ij)
-    o     = scale * (exp(G) q S + p v_new)
+    o     = scale * (exp(G) (q S) + p v_new)
     S'    = exp(G_C) S + k^T (exp(G_C - G) v_new)
 
-Only `w S`, `q S` and the last product depend on the chunk before, so everything else is computed
-for all chunks at once, and the scan over chunks holds three dots.
-With a gate per channel D_ij does not factor out of the product; see `_channel_products`.
+Only `w S`, `q S` and the last product depend on the chunk before. Everything else is computed for
+all chunks at once, so the scan over chunks holds four dots and memory is linear in T.
+With a gate per channel, D_ij stays inside the sum over channels; see `_decayed_products`.
+
+No sum here is written as multiply-and-reduce: jaxlib 0.10.2 on a CPU gets some of those wrong when
+one factor is broadcast (jax-ml/jax issues 39103, 39257). Dots of two or more rows are right.
 """
 
 from __future__ import annotations
@@ -28,197 +30,264 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.delta_rule.formats import DeltaRuleFormats
 from pallas_kernels.formats import BF16, round_to
 
-BLOCK = 16  # rows of one forward substitution, and of one sub-block of the per-channel gate
+BLOCK = 16  # rows of one forward substitution
 
 
-def chunked(q, k, v, g, beta, initial_state, lengths, scale, formats: DeltaRuleFormats):
-    """Outputs [B, T, Hv, V] and final state [B, Hv, K, V], both float32; see `chunked` above."""
+def chunked(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+    *,
+    lengths: jax.Array | None,
+    scale: float,
+    formats: DeltaRuleFormats,
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs [B, T, Hv, V] and final state [B, Hv, K, V], float32; arguments as the public
+    `chunked`. Differentiable. NotImplementedError for float64: the reference has it."""
+    _refuse_float64(q, k, v, g, beta, initial_state)
     batch, length, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
-    chunk = formats.chunk
-    dot = functools.partial(_dot, formats=formats)
-    q, k, v, g, beta = _mask((q, k, v, g, beta), lengths)
-    g = round_to(g, formats.g)
-    beta = round_to(beta, formats.beta)
-
-    count = -(-length // chunk)
-    q, k = (_split(x, chunk, count, key_heads, 1) for x in (q, k))  # [N, B, Hk, 1, C, K]
-    v = _split(v, chunk, count, key_heads, value_heads // key_heads)  # [N, B, Hk, R, C, V]
-    beta = _split(beta[..., None], chunk, count, key_heads, value_heads // key_heads)
     per_channel = g.ndim == 4
-    g = g if per_channel else g[..., None]
-    g = _split(g, chunk, count, key_heads, value_heads // key_heads)  # [N, B, Hk, R, C, K or 1]
+    groups = value_heads // key_heads
+    dot = functools.partial(_dot, mode=formats.dot)
 
-    total = round_to(jnp.cumsum(g, axis=-2), formats.g_cumsum)
+    q, k, v, g, beta = _mask((q, k, v, g, beta), lengths)
+    if per_channel:
+        # Decays of different value heads sit inside the products with k: nothing left to share.
+        q, k = jnp.repeat(q, groups, axis=2), jnp.repeat(k, groups, axis=2)
+        key_shape = value_shape = (value_heads,)
+    else:
+        g = g[..., None]
+        key_shape, value_shape = (key_heads, 1), (key_heads, groups)
+    q, k = (_chunks(x, formats.chunk, key_shape) for x in (q, k))
+    v = _chunks(v, formats.chunk, value_shape)  # [N, B, *heads, C, V]
+    g = _chunks(round_to(g, formats.g), formats.chunk, value_shape)
+    beta = _chunks(round_to(beta[..., None], formats.beta), formats.chunk, value_shape)
+
+    total = round_to(jnp.cumsum(g, axis=-2), formats.g_cumsum)  # [N, B, *heads, C, K or 1]
     decay_in = round_to(jnp.exp(total), formats.exp_g)
     decay_out = round_to(jnp.exp(total[..., -1:, :] - total), formats.exp_g)
-    decay_all = jnp.swapaxes(decay_in[..., -1:, :], -1, -2)  # [..., K or 1, 1]
-    products = _channel_products if per_channel else _scalar_products
-    kk, p = products(q, k, total, formats)
+    if per_channel:
+        kk, p = (_decayed_products(x, k, total, formats) for x in (k, q))
+        reads, writes = decay_in * q, decay_out * k
+    else:
+        decay, keys = _pair_decay(total, formats), jnp.swapaxes(k, -1, -2)
+        kk, p = dot(k, keys) * decay, dot(q, keys) * decay
+        reads, writes = q, k
     p = round_to(p, formats.p)
-    inverse = round_to(_inverse(beta * kk, formats.dot), formats.inverse)
+    inverse = round_to(_unit_lower_inverse(beta * kk, formats.dot), formats.inverse)
     u = round_to(dot(inverse, beta * v), formats.u)
-    w = round_to(dot(inverse, beta * decay_in * k), formats.w)
-    queries = decay_in * q if per_channel else q
-    keys = decay_out * k if per_channel else k
+    w = round_to(dot(inverse, decay_in * beta * k), formats.w)
 
-    def step(state, xs):
-        u, w, p, queries, keys, decay_in, decay_out, decay_all = xs
+    def step(state: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        u, w, p, reads, writes, decay_in, decay_out = chunk
         v_new = u - dot(w, round_to(state, formats.state_operand))
-        o = dot(queries, round_to(state, formats.h))
+        o = dot(reads, round_to(state, formats.h))
         o = o if per_channel else decay_in * o
         o = o + dot(p, round_to(v_new, formats.v_new))
         update = round_to(v_new if per_channel else decay_out * v_new, formats.v_new)
-        state = decay_all * state + dot(jnp.swapaxes(keys, -1, -2), update)
+        decay_all = jnp.swapaxes(decay_in[..., -1:, :], -1, -2)  # [B, *heads, K or 1, 1]
+        state = decay_all * state + dot(jnp.swapaxes(writes, -1, -2), update)
         return round_to(state, formats.chunk_state), o
 
-    shape = (batch, key_heads, value_heads // key_heads, key_dim, value_dim)
-    state = round_to(initial_state.reshape(shape), formats.chunk_state)
-    xs = (u, w, p, queries, keys, decay_in, decay_out, decay_all)
-    state, o = lax.scan(step, state, xs)
-    o = o.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * chunk, value_heads, value_dim)
-    state = round_to(state.reshape(batch, value_heads, key_dim, value_dim), formats.state)
-    return jnp.float32(scale) * o[:, :length], state
+    state = initial_state.astype(jnp.float32).reshape(batch, *value_shape, key_dim, value_dim)
+    state = round_to(state, formats.chunk_state)
+    state, o = lax.scan(step, state, (u, w, p, reads, writes, decay_in, decay_out))
+    state = state.reshape(batch, value_heads, key_dim, value_dim)
+    o = jnp.moveaxis(o, (0, -2), (1, 2)).reshape(batch, -1, value_heads, value_dim)
+    return jnp.float32(scale) * o[:, :length], round_to(state, formats.state)
 
 
-def recurrent(q, k, v, g, beta, state, lengths, scale, formats: DeltaRuleFormats):
-    """The recurrence itself, token by token, by elementwise products and sums in float32."""
-    batch, length, key_heads, _ = q.shape
+def recurrent(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    *,
+    lengths: jax.Array | None,
+    scale: float,
+    formats: DeltaRuleFormats,
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs [B, T, Hv, V] and the state after T tokens, float32; arguments as the public one.
+
+    The state is read once, by k and q together, before it changes: with S the state that enters,
+    d = (v - (exp(g) k)^T S) * beta, then o = (exp(g) q)^T S + (q . k) d. Float32 throughout,
+    whatever `formats.dot` says: fused decode kernels keep a step on the vector unit.
+    """
+    _refuse_float64(q, k, v, g, beta, state)
+    batch, length, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
-    groups = value_heads // key_heads
-    shape = state.shape
+    shape = (batch, key_heads, value_heads // key_heads)  # [B, Hk, R]
     q, k, v, g, beta = _mask((q, k, v, g, beta), lengths)
-    g = round_to(g, formats.g)
-    g = g if g.ndim == 4 else g[..., None]
+    if lengths is None:
+        lengths = jnp.full((batch,), length, jnp.int32)
+    decay = round_to(jnp.exp(round_to(g, formats.g)), formats.exp_g)
     beta = round_to(beta, formats.beta)
-    valid = jnp.arange(length)[:, None] < (length if lengths is None else lengths)
-    valid = jnp.broadcast_to(valid, (length, batch))
 
-    def step(state, xs):
-        q, k, v, g, beta, valid = xs
-        decayed = round_to(jnp.exp(g), formats.exp_g)[..., None] * state
-        k = k[:, :, None, :, None]
-        delta = beta[..., None] * (v - jnp.sum(k * decayed, axis=-2))
-        new = decayed + k * delta[..., None, :]
-        o = jnp.sum(q[:, :, None, :, None] * new, axis=-2)
+    def step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, decay, beta, valid = token
+        decay = decay.reshape(*shape, 1, -1)  # [B, Hk, R, 1, K or 1]
+        rows = jnp.stack([k, q], axis=-2)[:, :, None]  # [B, Hk, 1, 2, K]
+        read = _dot(decay * rows, state, "highest")  # [B, Hk, R, 2, V]
+        delta = (v.reshape(*shape, 1, -1) - read[..., :1, :]) * beta.reshape(*shape, 1, 1)
+        qk = jnp.sum(q * k, axis=-1)[..., None, None, None]
+        o = read[..., 1:, :] + qk * delta
+        new = jnp.swapaxes(decay, -1, -2) * state + k[:, :, None, :, None] * delta
         new = round_to(new, formats.state)
-        return jnp.where(valid[:, None, None, None, None], new, state), o
+        state = jnp.where(valid[:, None, None, None, None], new, state)
+        return state, o.reshape(batch, value_heads, value_dim)
 
-    def heads(x):  # [B, T, Hv, D] -> [T, B, Hk, R, D]
-        return jnp.moveaxis(x.reshape(batch, length, key_heads, groups, *x.shape[3:]), 1, 0)
-
-    xs = (jnp.moveaxis(q, 1, 0), jnp.moveaxis(k, 1, 0), heads(v), heads(g), heads(beta), valid)
-    state = state.astype(jnp.float32).reshape(batch, key_heads, groups, *shape[2:])
-    state, o = lax.scan(step, state, xs)
-    o = jnp.moveaxis(o, 0, 1).reshape(batch, length, value_heads, value_dim)
-    return jnp.float32(scale) * o, state.reshape(shape)
+    valid = jnp.arange(length, dtype=jnp.int32)[:, None] < lengths
+    tokens = tuple(jnp.swapaxes(x, 0, 1) for x in (q, k, v, decay, beta))
+    state = state.astype(jnp.float32).reshape(*shape, key_dim, value_dim)
+    state, o = lax.scan(step, state, (*tokens, valid))
+    state = state.reshape(batch, value_heads, key_dim, value_dim)
+    return jnp.float32(scale) * jnp.swapaxes(o, 0, 1), state
 
 
-def _mask(arrays, lengths):
+def _refuse_float64(*arrays: jax.Array) -> None:
+    if any(x.dtype == jnp.float64 for x in arrays):
+        raise NotImplementedError(
+            "xla delta rule computes in float32; use 'reference' for float64."
+        )
+
+
+def _mask(arrays: tuple[jax.Array, ...], lengths: jax.Array | None) -> tuple[jax.Array, ...]:
     """The arrays [B, T, ...] in float32, zero from `lengths` on: such tokens change nothing."""
     arrays = tuple(x.astype(jnp.float32) for x in arrays)
     if lengths is None:
         return arrays
-    valid = jnp.arange(arrays[0].shape[1]) < lengths[:, None]
+    valid = jnp.arange(arrays[0].shape[1], dtype=jnp.int32) < lengths[:, None]
     return tuple(jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, 0) for x in arrays)
 
 
-def _split(x, chunk, count, key_heads, groups):
-    """[B, T, H, D] -> [N, B, Hk, R, C, D], zero padded to whole chunks."""
-    x = jnp.pad(x, ((0, 0), (0, count * chunk - x.shape[1]), (0, 0), (0, 0)))
-    x = x.reshape(x.shape[0], count, chunk, key_heads, groups, x.shape[-1])
-    return x.transpose(1, 0, 3, 4, 2, 5)
+def _chunks(x: jax.Array, chunk: int, heads: tuple[int, ...]) -> jax.Array:
+    """[B, T, H, D] -> [N, B, *heads, C, D], zero padded to whole chunks."""
+    batch, length, _, width = x.shape
+    count = -(-length // chunk)
+    x = jnp.pad(x, ((0, 0), (0, count * chunk - length), (0, 0), (0, 0)))
+    return jnp.moveaxis(x.reshape(batch, count, chunk, *heads, width), (1, 2), (0, -2))
 
 
-def _dot(a, b, formats):
+def _dot(a: jax.Array, b: jax.Array, mode: str) -> jax.Array:
     """a @ b over the last two dimensions, float32; leading dimensions broadcast."""
-    if formats.dot == "default":
+    if mode == "default":
         a, b = round_to(a, BF16), round_to(b, BF16)
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
-def _scalar_products(q, k, total, formats):
-    """(k_i . k_j) D_ij and (q_i . k_j) D_ij for one gate per token, both [..., C, C]."""
-    keys = jnp.swapaxes(k, -1, -2)
-    lower = jnp.tril(jnp.ones((q.shape[-2],) * 2, bool))
-    # The upper half would overflow: mask the exponent, not the exponential.
-    decay = jnp.where(lower, total - jnp.swapaxes(total, -1, -2), -jnp.inf)
-    decay = round_to(jnp.exp(decay), formats.exp_g)
-    return _dot(k, keys, formats) * decay, _dot(q, keys, formats) * decay
+def _pair_decay(total: jax.Array, formats: DeltaRuleFormats) -> jax.Array:
+    """D_ij = exp(G_i - G_j) for j <= i, else 0: [..., C, C] from G [..., C, 1]."""
+    row = np.arange(total.shape[-2])
+    # Above the diagonal exp would overflow: mask the exponent, not the exponential.
+    exponent = jnp.where(
+        row[:, None] >= row, total - jnp.swapaxes(total, -1, -2), jnp.float32(-jnp.inf)
+    )
+    return round_to(jnp.exp(exponent), formats.exp_g)
 
 
-def _channel_products(q, k, total, formats):
-    """sum_c x_ic k_jc exp(G_ic - G_jc) for x = k and x = q, j <= i, zero elsewhere: [..., C, C].
+def _decayed_products(
+    x: jax.Array, k: jax.Array, total: jax.Array, formats: DeltaRuleFormats
+) -> jax.Array:
+    """sum_c x_ic k_jc exp(G_ic - G_jc) for j <= i, else 0: [..., C, C]; all three [..., C, K].
 
-    exp(G_i) exp(-G_j) would overflow, so rows go in sub-blocks. Left of the diagonal sub-block the
-    decay splits at the block's first row r into exp(G_i - G_r) exp(G_r - G_j), neither above one;
-    inside it each pair gets its own exponential.
+    exp(G_i) exp(-G_j) would overflow. Take instead the smallest of the blocks of 2, 4, .., C rows
+    that holds both i and j, and r, the first row of its second half: j < r <= i, so neither factor
+    of exp(G_i - G_r) exp(G_r - G_j) is above one, whatever the gates are. Each block size is one
+    batched dot; sizes up to 16 share the 16-row blocks, where most of the dot is masked.
     """
-    chunk = q.shape[-2]
-    lower = jnp.tril(jnp.ones((BLOCK, BLOCK), bool))[..., None]
-    x = jnp.stack(jnp.broadcast_arrays(k, q))
-    rows = []
-    for start in range(0, chunk, BLOCK):
-        block = slice(start, start + BLOCK)
-        x_block, k_block, g_block = x[..., block, :], k[..., block, :], total[..., block, :]
-        first = g_block[..., :1, :]
-        pair = g_block[..., :, None, :] - g_block[..., None, :, :]
-        pair = round_to(jnp.exp(jnp.where(lower, pair, -jnp.inf)), formats.exp_g)
-        diagonal = jnp.sum(x_block[..., :, None, :] * k_block[..., None, :, :] * pair, axis=-1)
-        row = [diagonal]
-        if start:
-            left = x_block * round_to(jnp.exp(g_block - first), formats.exp_g)
-            right = round_to(jnp.exp(first - total[..., :start, :]), formats.exp_g)
-            row.insert(0, _dot(left, jnp.swapaxes(right * k[..., :start, :], -1, -2), formats))
-        row.append(jnp.zeros((*diagonal.shape[:-1], chunk - start - BLOCK), jnp.float32))
-        rows.append(jnp.concatenate(row, axis=-1))
-    kk, qk = jnp.concatenate(rows, axis=-2)
-    return kk, qk
+    chunk = x.shape[-2]
+    x_rows, k_rows, g_rows = (_rows(a, BLOCK) for a in (x, k, total))
+    row = np.arange(BLOCK)
+    pairs = _dot(x_rows, jnp.swapaxes(k_rows, -1, -2), formats.dot)
+    out = jnp.where(row[:, None] == row, pairs, 0)
+    half = 1
+    while half < BLOCK:
+        first = _rows(total, 2 * half)[..., half : half + 1, :]
+        first = jnp.repeat(first, 2 * half, axis=-2).reshape(g_rows.shape)
+        second = (row % (2 * half) >= half)[:, None]
+        factor = jnp.exp(jnp.where(second, g_rows - first, first - g_rows))
+        factor = round_to(factor, formats.exp_g)
+        left, right = jnp.where(second, factor * x_rows, 0), jnp.where(second, 0, factor * k_rows)
+        pairs = _dot(left, jnp.swapaxes(right, -1, -2), formats.dot)
+        block = row // (2 * half)
+        out = out + jnp.where(block[:, None] == block, pairs, 0)
+        half *= 2
+    while half < chunk:
+        early, late = _halves(total, half)
+        first = late[..., :1, :]
+        left = round_to(jnp.exp(late - first), formats.exp_g) * _halves(x, half)[1]
+        right = round_to(jnp.exp(first - early), formats.exp_g) * _halves(k, half)[0]
+        below = _dot(left, jnp.swapaxes(right, -1, -2), formats.dot)
+        out = _merge(out[..., 0::2, :, :], below, out[..., 1::2, :, :])
+        half *= 2
+    return out[..., 0, :, :]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _inverse(lower, dot):
-    """(I + strict_lower(a))^-1 for a [..., C, C], C = 16 * 2^n.
+def _unit_lower_inverse(a: jax.Array, dot: str) -> jax.Array:
+    """(I + strict_lower(a))^-1 for a [..., C, C].
 
-    Forward substitution inside blocks of 16 rows, for all blocks at once; two inverted halves
-    merge by X21 = -X22 A21 X11. A Neumann series over the chunk would overflow for keys that
-    point the same way. The derivative is the algebraic one, -X da X.
+    Forward substitution inside blocks of 16 rows, for all blocks at once; neighbours then merge
+    by X21 = -X22 a21 X11. A Neumann series over the chunk overflows for keys that point the same
+    way. The derivative is the algebraic one, -X da X.
     """
-    formats = DeltaRuleFormats(dot=dot)
-    chunk = lower.shape[-1]
-    lower = jnp.where(jnp.tril(jnp.ones((chunk, chunk), bool), -1), lower, 0)
-    inverse = _forward_substitution(_diagonal_blocks(lower, BLOCK))
-    size = BLOCK
-    while size < chunk:
-        blocks = _diagonal_blocks(lower, 2 * size)
-        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = -_dot(_dot(second, blocks[..., size:, :size], formats), first, formats)
-        top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        inverse = jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
-        size *= 2
+    chunk = a.shape[-1]
+    row = np.arange(chunk)
+    a = jnp.where(row[:, None] > row, a, 0)
+    blocks = _diagonal_blocks(a, BLOCK)
+    eye = jnp.broadcast_to(jnp.eye(BLOCK, dtype=jnp.float32), blocks.shape)
+    inverse = lax.linalg.triangular_solve(
+        blocks, eye, left_side=True, lower=True, unit_diagonal=True
+    )
+    half = BLOCK
+    while half < chunk:
+        early, late = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        below = _diagonal_blocks(a, 2 * half)[..., half:, :half]
+        inverse = _merge(early, -_dot(_dot(late, below, dot), early, dot), late)
+        half *= 2
     return inverse[..., 0, :, :]
 
 
-@_inverse.defjvp
-def _inverse_jvp(dot, primals, tangents):
-    formats = DeltaRuleFormats(dot=dot)
-    inverse = _inverse(primals[0], dot)
-    change = jnp.where(jnp.tril(jnp.ones(inverse.shape[-2:], bool), -1), tangents[0], 0)
-    return inverse, -_dot(_dot(inverse, change, formats), inverse, formats)
+@_unit_lower_inverse.defjvp
+def _unit_lower_inverse_jvp(
+    dot: str, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    inverse = _unit_lower_inverse(primals[0], dot)
+    row = np.arange(inverse.shape[-1])
+    change = jnp.where(row[:, None] > row, tangents[0], 0)
+    return inverse, -_dot(_dot(inverse, change, dot), inverse, dot)
 
 
-def _diagonal_blocks(x, size):
-    """[..., C, C] -> the C / size square blocks on the diagonal, [..., C / size, size, size]."""
+def _halves(x: jax.Array, half: int) -> tuple[jax.Array, jax.Array]:
+    """First and second halves of the blocks of 2 * half rows of [..., C, D]."""
+    x = _rows(x, 2 * half)
+    return x[..., :half, :], x[..., half:, :]
+
+
+def _rows(x: jax.Array, size: int) -> jax.Array:
+    """[..., C, D] -> [..., C / size, size, D]."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] // size, size, x.shape[-1])
+
+
+def _diagonal_blocks(x: jax.Array, size: int) -> jax.Array:
+    """The C / size square blocks on the diagonal of [..., C, C]: [..., C / size, size, size]."""
     starts = range(0, x.shape[-1], size)
     return jnp.stack([x[..., i : i + size, i : i + size] for i in starts], axis=-3)
 
 
-def _forward_substitution(lower):
-    """(I + a)^-1 for strictly lower a [..., 16, 16], row by row."""
-    eye = jnp.broadcast_to(jnp.eye(BLOCK, dtype=jnp.float32), lower.shape)
-    return lax.linalg.triangular_solve(lower, eye, left_side=True, lower=True, unit_diagonal=True)
+def _merge(early: jax.Array, below: jax.Array, late: jax.Array) -> jax.Array:
+    """The block matrix [[early, 0], [below, late]]."""
+    top = jnp.concatenate([early, jnp.zeros_like(early)], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([below, late], axis=-1)], axis=-2)
