@@ -1,0 +1,1 @@
+"""The demo checkpoint: how it is made (`python -m kernjax.demo.train`, `kernjax.demo.export`)."""
