@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,9 @@ def model_card(
     """README.md of the directory: what the model is, learnt from what, how well, and its limits."""
     kinds = {"linear_attention": "gated delta net", "full_attention": "gated attention"}
     counts = ", ".join(f"{config.layer_types.count(kind)} {name}" for kind, name in kinds.items())
-    lengths: dict[int, int] = {}
-    for row in log:
-        if "length" in row:
-            lengths[row["length"]] = row["step"]
+    # A resumed run repeats the steps after its checkpoint: the last line of each counts.
+    by_step = {row["step"]: row["length"] for row in log if "length" in row}
+    steps_at = Counter(by_step[step] for step in by_step if step <= progress.step)
     rows = [
         f"| {row['split'].replace('_', ' ')} | {row['kind']} | {row['documents']:,} "
         f"| {row['bytes']:,} | {row['tokens']:,} |"
@@ -124,16 +124,16 @@ def model_card(
         "## Training\n\n"
         f"{progress.step:,} steps, {progress.tokens:,} tokens (half prose, half code), "
         f"{progress.seconds / 60:.0f} minutes on a CPU, with Muon and AdamW, float32 parameters "
-        "and bfloat16 products. Sequence lengths: "
-        + ", ".join(f"{length} until step {step:,}" for length, step in lengths.items())
+        "and bfloat16 products: "
+        + ", ".join(f"{steps_at[length]:,} steps at length {length}" for length in sorted(steps_at))
         + ". Made by `python -m kernjax.demo.train`.",
         f"## Loss\n\nHeld-out nats a token at a context of {EVAL_CONTEXT}: {loss}.",
     ]
     if measured is not None:
         parts.append(measured_table(measured))
     parts.append(
-        "## Limits\n\nEnglish prose of eight old novels and one library's Python: expect nothing "
-        "else. Positions beyond the longest training length were never trained; the rotary angles "
+        f"## Limits\n\nEnglish prose of {len(books)} old novels and one library's Python: expect "
+        "nothing else. Positions beyond the longest training length were never trained; the rotary angles "
         "there are none that training did not show. Weights are rounded to bfloat16 once, after "
         "training. How large an error a kernel makes here does not tell how large it is in a "
         "model of billions of parameters; whether it stands out from the normal difference, and "
