@@ -114,24 +114,26 @@ def _query_tile(
     position = q_offset[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]  # [B, Tq]
     position = jnp.tile(position, (1, share))[:, None, :, None]  # [B, 1, R, 1]
 
+    k_bits, v_bits = _bits(k), _bits(v)
+
     def update(i: jax.Array, carry: tuple[jax.Array, ...], *, masked: bool):
         m, total, acc = carry
         start = i * block_k
         # A slice cannot reach past S, so the last one starts early: its first keys are done.
         first = jnp.minimum(start, capacity - block_k)
-        k_tile = jax.lax.dynamic_slice_in_dim(k, first, block_k, axis=1)
-        v_tile = jax.lax.dynamic_slice_in_dim(v, first, block_k, axis=1)
+        k_tile = _tile(k_bits, first, block_k, k.dtype)
+        v_tile = _tile(v_bits, first, block_k, v.dtype)
         key = (first + jnp.arange(block_k, dtype=jnp.int32))[None, None, None, :]
         length = kv_length[:, None, None, None]
         if masked:
             # 0 * NaN is NaN: unused slots are cleared, not only masked in the scores.
-            used = (key < length).reshape(batch, block_k, 1, 1)
+            used = (key < length).reshape(batch, 1, block_k, 1)
             k_tile = jnp.where(used, k_tile, jnp.zeros((), k.dtype))
             v_tile = jnp.where(used, v_tile, jnp.zeros((), v.dtype))
         k_tile, k_factor = _operand(k_tile, k_scale, formats.k)
         v_tile, v_factor = _operand(v_tile, v_scale, formats.v)
 
-        s = _dot("bgrh,bsgh->bgrs", q, k_tile, formats.dot)
+        s = _dot("xrh,xsh->xrs", q, k_tile, formats.dot)
         if masked:
             visible = (key <= position) & (key < length) & (key >= start)
             s = jnp.where(visible, s, -jnp.inf)
@@ -151,7 +153,7 @@ def _query_tile(
             mass = jnp.sum(p_rounded.astype(jnp.float32), axis=-1, keepdims=True) * p_factor
         else:
             mass = jnp.sum(p, axis=-1, keepdims=True)
-        pv = _dot("bgrs,bsgh->bgrh", p_rounded, v_tile, formats.dot) * (p_factor * v_factor)
+        pv = _dot("xrs,xsh->xrh", p_rounded, v_tile, formats.dot) * (p_factor * v_factor)
         total = round_to(total * alpha + mass, formats.l)
         acc = round_to(acc * alpha + pv, formats.acc)
         return m_new, total, acc
@@ -174,20 +176,41 @@ def _query_tile(
     return out.reshape(batch, tokens, heads, v.shape[-1])
 
 
+def _bits(x: jax.Array) -> jax.Array:
+    """x, narrow floats as integers: on CPU XLA slices no bfloat16, it would take the whole cache
+    to float32 before the loop."""
+    width = x.dtype.itemsize
+    return x if width == 4 else jax.lax.bitcast_convert_type(x, f"uint{8 * width}")
+
+
+def _tile(bits: jax.Array, first: jax.Array, block_k: int, dtype: jnp.dtype) -> jax.Array:
+    """[B, G, block_k, H] of the cache [B, S, G, H] (from `_bits`), keys from `first` on."""
+    tile = jax.lax.dynamic_slice_in_dim(bits, first, block_k, axis=1).transpose(0, 2, 1, 3)
+    # Without the barrier this copy of whole rows becomes an element by element transposition to
+    # [B, G, H, block_k], an order of magnitude slower.
+    tile = jax.lax.optimization_barrier(tile)
+    return tile if tile.dtype == dtype else jax.lax.bitcast_convert_type(tile, dtype)
+
+
 def _finite(m: jax.Array) -> jax.Array:
     """m, with 0 for the rows that have seen no key: -inf - -inf is NaN."""
     return jnp.where(m == -jnp.inf, 0, m)
 
 
 def _dot(spec: str, x: jax.Array, y: jax.Array, dot: str) -> jax.Array:
-    """float32 einsum; bfloat16 operands multiply exactly, so only float32 ones need HIGHEST."""
+    """float32 einsum of [B, G, ...] operands, `spec` with one letter for both of these axes.
+
+    bfloat16 operands multiply exactly, so only float32 ones need HIGHEST.
+    """
     if x.dtype != y.dtype:
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     exact = jax.lax.Precision.HIGHEST if dot == "highest" else None
-    return jnp.einsum(
-        spec, x, y, preferred_element_type=jnp.float32,
-        precision=exact if x.dtype == jnp.float32 else None,
+    # With two batch axes XLA:CPU takes bfloat16 operands to float32 instead of multiplying them.
+    out = jnp.einsum(
+        spec, x.reshape(-1, *x.shape[2:]), y.reshape(-1, *y.shape[2:]),
+        preferred_element_type=jnp.float32, precision=exact if x.dtype == jnp.float32 else None,
     )  # fmt: skip
+    return out.reshape(*x.shape[:2], *out.shape[1:])
 
 
 def _operand(
