@@ -133,11 +133,11 @@ def model_card(
         parts.append(measured_table(measured))
     parts.append(
         f"## Limits\n\nEnglish prose of {len(books)} old novels and one library's Python: expect "
-        "nothing else. Positions beyond the longest training length were never trained; the rotary angles "
-        "there are none that training did not show. Weights are rounded to bfloat16 once, after "
-        "training. How large an error a kernel makes here does not tell how large it is in a "
-        "model of billions of parameters; whether it stands out from the normal difference, and "
-        "how it grows with depth, is what can be seen."
+        "nothing else. Positions beyond the longest training length were never trained; the "
+        "rotary angles there are none that training did not show. Weights are rounded to bfloat16 "
+        "once, after training. How large an error a kernel makes here does not tell how large it "
+        "is in a model of billions of parameters; whether it stands out from the normal "
+        "difference, and how it grows with depth, is what can be seen."
     )
     return "\n\n".join(parts) + "\n"
 
