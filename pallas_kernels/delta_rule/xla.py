@@ -80,23 +80,23 @@ def chunked(
         kk, p = (_decayed_products(x, k, total, formats) for x in (k, q))
         reads, writes = decay_in * q, decay_out * k
     else:
-        decay, keys = _pair_decay(total, formats), jnp.swapaxes(k, -1, -2)
-        kk, p = dot(k, keys) * decay, dot(q, keys) * decay
+        decay = _pair_decay(total, formats)
+        kk, p = (dot("ik,jk", x, k) * decay for x in (k, q))
         reads, writes = q, k
     p = round_to(p, formats.p)
     inverse = round_to(_unit_lower_inverse(beta * kk, formats.dot), formats.inverse)
-    u = round_to(dot(inverse, beta * v), formats.u)
-    w = round_to(dot(inverse, decay_in * beta * k), formats.w)
+    u = round_to(dot("ik,kj", inverse, beta * v), formats.u)
+    w = round_to(dot("ik,kj", inverse, decay_in * beta * k), formats.w)
 
     def step(state: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         u, w, p, reads, writes, decay_in, decay_out = chunk
-        v_new = u - dot(w, round_to(state, formats.state_operand))
-        o = dot(reads, round_to(state, formats.h))
+        v_new = u - dot("ik,kj", w, round_to(state, formats.state_operand))
+        o = dot("ik,kj", reads, round_to(state, formats.h))
         o = o if per_channel else decay_in * o
-        o = o + dot(p, round_to(v_new, formats.v_new))
+        o = o + dot("ik,kj", p, round_to(v_new, formats.v_new))
         update = round_to(v_new if per_channel else decay_out * v_new, formats.v_new)
         decay_all = jnp.swapaxes(decay_in[..., -1:, :], -1, -2)  # [B, *heads, K or 1, 1]
-        state = decay_all * state + dot(jnp.swapaxes(writes, -1, -2), update)
+        state = decay_all * state + dot("ki,kj", writes, update)
         return round_to(state, formats.chunk_state), o
 
     state = initial_state.astype(jnp.float32).reshape(batch, *value_shape, key_dim, value_dim)
@@ -139,7 +139,7 @@ def recurrent(
         q, k, v, decay, beta, valid = token
         decay = decay.reshape(*shape, 1, -1)  # [B, Hk, R, 1, K or 1]
         rows = jnp.stack([k, q], axis=-2)[:, :, None]  # [B, Hk, 1, 2, K]
-        read = _dot(decay * rows, state, "highest")  # [B, Hk, R, 2, V]
+        read = _dot("ik,kj", decay * rows, state, "highest")  # [B, Hk, R, 2, V]
         delta = (v.reshape(*shape, 1, -1) - read[..., :1, :]) * beta.reshape(*shape, 1, 1)
         qk = jnp.sum(q * k, axis=-1)[..., None, None, None]
         o = read[..., 1:, :] + qk * delta
@@ -180,11 +180,20 @@ def _chunks(x: jax.Array, chunk: int, heads: tuple[int, ...]) -> jax.Array:
     return jnp.moveaxis(x.reshape(batch, count, chunk, *heads, width), (1, 2), (0, -2))
 
 
-def _dot(a: jax.Array, b: jax.Array, mode: str) -> jax.Array:
-    """a @ b over the last two dimensions, float32; leading dimensions broadcast."""
+def _dot(spec: str, a: jax.Array, b: jax.Array, mode: str) -> jax.Array:
+    """The product of two matrices, float32; `spec` is "ik,kj", "ik,jk" or "ki,kj".
+
+    Dimensions before the last two are a batch; where one operand has 1 there, it is repeated.
+    """
     if mode == "default":
         a, b = round_to(a, BF16), round_to(b, BF16)
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a, b = (jnp.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b))
+    left, right = (len(batch) + axes.index("k") for axes in spec.split(","))
+    leading = tuple(range(len(batch)))
+    return lax.dot_general(
+        a, b, (((left,), (right,)), (leading, leading)), precision=lax.Precision.HIGHEST
+    )
 
 
 def _pair_decay(total: jax.Array, formats: DeltaRuleFormats) -> jax.Array:
@@ -210,7 +219,7 @@ def _decayed_products(
     chunk = x.shape[-2]
     x_rows, k_rows, g_rows = (_rows(a, BLOCK) for a in (x, k, total))
     row = np.arange(BLOCK)
-    pairs = _dot(x_rows, jnp.swapaxes(k_rows, -1, -2), formats.dot)
+    pairs = _dot("ik,jk", x_rows, k_rows, formats.dot)
     out = jnp.where(row[:, None] == row, pairs, 0)
     half = 1
     while half < BLOCK:
@@ -220,7 +229,7 @@ def _decayed_products(
         factor = jnp.exp(jnp.where(second, g_rows - first, first - g_rows))
         factor = round_to(factor, formats.exp_g)
         left, right = jnp.where(second, factor * x_rows, 0), jnp.where(second, 0, factor * k_rows)
-        pairs = _dot(left, jnp.swapaxes(right, -1, -2), formats.dot)
+        pairs = _dot("ik,jk", left, right, formats.dot)
         block = row // (2 * half)
         out = out + jnp.where(block[:, None] == block, pairs, 0)
         half *= 2
@@ -229,7 +238,7 @@ def _decayed_products(
         first = late[..., :1, :]
         left = round_to(jnp.exp(late - first), formats.exp_g) * _halves(x, half)[1]
         right = round_to(jnp.exp(first - early), formats.exp_g) * _halves(k, half)[0]
-        below = _dot(left, jnp.swapaxes(right, -1, -2), formats.dot)
+        below = _dot("ik,jk", left, right, formats.dot)
         out = _merge(out[..., 0::2, :, :], below, out[..., 1::2, :, :])
         half *= 2
     return out[..., 0, :, :]
@@ -255,7 +264,8 @@ def _unit_lower_inverse(a: jax.Array, dot: str) -> jax.Array:
     while half < chunk:
         early, late = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
         below = _diagonal_blocks(a, 2 * half)[..., half:, :half]
-        inverse = _merge(early, -_dot(_dot(late, below, dot), early, dot), late)
+        below = _dot("ik,kj", _dot("ik,kj", late, below, dot), early, dot)
+        inverse = _merge(early, -below, late)
         half *= 2
     return inverse[..., 0, :, :]
 
@@ -267,7 +277,7 @@ def _unit_lower_inverse_jvp(
     inverse = _unit_lower_inverse(primals[0], dot)
     row = np.arange(inverse.shape[-1])
     change = jnp.where(row[:, None] > row, tangents[0], 0)
-    return inverse, -_dot(_dot(inverse, change, dot), inverse, dot)
+    return inverse, -_dot(_dot("ik,kj", inverse, change, dot), inverse, dot)
 
 
 def _halves(x: jax.Array, half: int) -> tuple[jax.Array, jax.Array]:
