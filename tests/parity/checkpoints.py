@@ -1,0 +1,201 @@
+"""Random checkpoints in the published layout, written tensor by tensor under their HF names.
+
+Values are drawn in the HF shapes and under the HF names, not through `kernjax.weights.save_hf`: a
+mistake that writing and reading shared would cancel out. Scales are chosen so that nothing hides:
+logits of standard deviation about 2, decays from almost none to all within a token, norm weights
+that are not neutral.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from kernjax.model.config import ModelConfig
+from kernjax.weights.names import expected_shapes
+
+L, F = "linear_attention", "full_attention"
+
+WRAPPER_PREFIX = "model.language_model."
+TEXT_PREFIX = "model."
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One checkpoint and the text it is run on.
+
+    `wrapper` writes the multimodal layout (text_config, `model.language_model.` names, tensors of
+    a vision tower and an MTP head that have to be skipped). Sizes are those of the config.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    wrapper: bool
+    tied: bool
+    hidden: int = 48
+    heads: tuple[int, int] = (6, 1)  # query, key-value
+    head_dim: int = 16
+    linear_heads: tuple[int, int] = (2, 6)  # key, value
+    linear_dims: tuple[int, int] = (16, 16)  # key, value
+    vocab: int = 96
+    batch: int = 2
+    context_len: int = 200
+    decode_len: int = 24
+    seed: int = 0
+
+    def text_config(self, dtype: str = "bfloat16") -> dict[str, Any]:
+        """The config.json of a text-only checkpoint."""
+        return {
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "attention_bias": False,
+            "attn_output_gate": True,
+            "dtype": dtype,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "intermediate_size": 2 * self.hidden,
+            "layer_types": list(self.layers),
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": self.linear_dims[0],
+            "linear_num_key_heads": self.linear_heads[0],
+            "linear_num_value_heads": self.linear_heads[1],
+            "linear_value_head_dim": self.linear_dims[1],
+            "mamba_ssm_dtype": "float32",
+            "max_position_embeddings": 4096,
+            "model_type": "qwen3_5_text",
+            "num_attention_heads": self.heads[0],
+            "num_hidden_layers": len(self.layers),
+            "num_key_value_heads": self.heads[1],
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 10_000_000,
+                "rope_type": "default",
+            },
+            "tie_word_embeddings": self.tied,
+            "vocab_size": self.vocab,
+        }
+
+    def config(self, dtype: str = "bfloat16") -> dict[str, Any]:
+        """The config.json as it is written."""
+        text = self.text_config(dtype)
+        if not self.wrapper:
+            return text
+        text.pop("architectures")
+        return {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "image_token_id": self.vocab - 1,
+            "model_type": "qwen3_5",
+            "text_config": text,
+            "tie_word_embeddings": self.tied,
+            "vision_config": {"depth": 1, "hidden_size": 8, "model_type": "qwen3_5"},
+        }
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [batch, context_len + decode_len + 1]."""
+        rng = np.random.default_rng([self.seed, 1])
+        shape = (self.batch, self.context_len + self.decode_len + 1)
+        return rng.integers(0, self.vocab, shape, dtype=np.int32)
+
+
+# Every layer pattern, head ratio, layout and tying occurs; no two sizes of a case are equal where
+# swapping them could pass.
+CASES = (
+    Case("text-3to1", (L, L, L, F) * 2, wrapper=False, tied=False),
+    Case(
+        "wrapper-3to1", (L, L, L, F) * 2, wrapper=True, tied=False,
+        heads=(4, 2), linear_heads=(2, 4), linear_dims=(16, 24), seed=1,
+    ),
+    Case("attention-first", (F, L) * 2, wrapper=False, tied=True, linear_dims=(24, 16), seed=2),
+    Case("4to1", (L, L, L, L, F), wrapper=True, tied=True, heads=(4, 2), seed=3),
+    Case(
+        "tail", (L, L, F, L, L, F, L), wrapper=False, tied=False,
+        heads=(6, 3), linear_heads=(3, 3), linear_dims=(8, 16), seed=4,
+    ),
+)  # fmt: skip
+
+# 8 layers, hidden 128, logits of standard deviation 2; head_dim 64, so that the softmax scale is a
+# power of two as in the published models and costs no rounding of its own.
+BF16_CASE = Case(
+    "bf16-3to1", (L, L, L, F) * 2, wrapper=False, tied=False, hidden=128, heads=(4, 2),
+    head_dim=64, linear_heads=(2, 4), linear_dims=(32, 32), vocab=256, batch=4, seed=5,
+)  # fmt: skip
+
+# Small enough for their traces to lie in the repository.
+GOLDEN_CASES = (
+    Case(
+        "golden-3to1", (L, L, L, F), wrapper=True, tied=False, hidden=32, vocab=64, batch=1,
+        linear_dims=(16, 8), context_len=100, decode_len=8, seed=6,
+    ),
+    Case(
+        "golden-tail", (F, L, L), wrapper=False, tied=True, hidden=32, heads=(4, 2),
+        linear_heads=(2, 4), vocab=64, batch=1, context_len=100, decode_len=8, seed=7,
+    ),
+)  # fmt: skip
+
+
+def draw(case: Case) -> dict[str, np.ndarray]:
+    """The text model's tensors under canonical HF names, float32 [HF shapes]."""
+    shapes = expected_shapes(ModelConfig.from_dict(case.text_config()))
+    return {name: _tensor(case, name, shape) for name, shape in shapes.items()}
+
+
+def write(
+    case: Case,
+    directory: Path,
+    tensors: dict[str, np.ndarray] | None = None,
+    dtype: str = "bfloat16",
+) -> Path:
+    """Writes the checkpoint, every tensor in `dtype` as in published files; the directory."""
+    prefix = WRAPPER_PREFIX if case.wrapper else TEXT_PREFIX
+    stored = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+    tensors = draw(case) if tensors is None else tensors
+    named = {n if n == "lm_head.weight" else prefix + n: x for n, x in tensors.items()}
+    if case.wrapper:
+        named["model.visual.patch_embed.proj.weight"] = np.ones((8, 3), np.float32)
+        named["mtp.fc.weight"] = np.ones((case.hidden, 2 * case.hidden), np.float32)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: np.ascontiguousarray(x.astype(stored)) for name, x in named.items()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    (directory / "config.json").write_text(json.dumps(case.config(dtype), indent=1))
+    return directory
+
+
+def _tensor(case: Case, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    rng = np.random.default_rng([case.seed, zlib.crc32(name.encode())])
+    normal = rng.standard_normal(shape)
+    if name.endswith("A_log"):
+        values = np.log(np.geomspace(0.02, 16, shape[0]))[rng.permutation(shape[0])]
+    elif name.endswith("dt_bias"):
+        step = np.geomspace(1e-3, 1, shape[0])[rng.permutation(shape[0])]
+        values = np.log(np.expm1(step))  # softplus^-1
+    elif name.endswith("linear_attn.norm.weight"):
+        values = 1 + 0.2 * normal
+    elif name.endswith("norm.weight"):
+        values = 0.2 * normal
+    elif name.endswith("conv1d.weight"):
+        values = 0.5 * normal
+    elif name.endswith("embed_tokens.weight"):
+        values = 2 * normal * shape[1] ** -0.5 if case.tied else normal
+    elif name == "lm_head.weight":
+        values = 2 * normal * shape[1] ** -0.5
+    elif name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")):
+        # Branches smaller than the residual stream, as in trained models: at unit gain a random
+        # network multiplies float32's own rounding by a thousand.
+        values = 0.35 * normal * shape[-1] ** -0.5
+    else:
+        values = normal * shape[-1] ** -0.5
+    return values.astype(np.float32)

@@ -1,0 +1,50 @@
+"""Our float32 against transformers' on random checkpoints: logits and everything that is kept."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="live parity needs torch (the transformers extra)")
+pytest.importorskip(
+    "transformers", minversion="5.24", reason="live parity needs transformers (the extra)"
+)
+
+from . import figures, vendor
+from .checkpoints import CASES, Case, write
+from .ours import Model
+from .trace import difference
+
+pytestmark = pytest.mark.parity
+
+# Every checkpoint whole; windows do not depend on what the later ones vary, and compiling is slow.
+RUNS = [
+    *((case, None) for case in CASES),
+    *((case, 64) for case in CASES[:2]),
+    (CASES[0], 100),
+]
+
+
+@pytest.fixture(scope="module")
+def sides(request, tmp_path_factory):
+    """(case, our model, the vendor's) on one checkpoint."""
+    case: Case = request.param
+    directory = write(case, tmp_path_factory.mktemp("parity") / case.name)
+    return case, Model(directory, "f32"), vendor.load(directory, "float32", "eager")
+
+
+@pytest.mark.parametrize(
+    "sides, window",
+    RUNS,
+    indirect=["sides"],
+    ids=[f"{case.name}, {figures.run_name(window)}" for case, window in RUNS],
+)
+def test_prefill_then_decode(sides, window):
+    """64: the windows are whole chunks and the last is padded; 100: they are neither."""
+    case, ours, theirs = sides
+    found = difference(
+        ours.run(case.tokens, case.context_len, window),
+        vendor.run(theirs, case.tokens, case.context_len, window),
+    )
+    figures.note_f32(case.name, figures.run_name(window), found)
+    # The message names the first layer, and the part kept between calls, that is off.
+    assert found.logits <= figures.LIMIT_F32 and found.state <= figures.LIMIT_F32, found
