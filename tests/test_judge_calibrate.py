@@ -14,6 +14,7 @@ from kernjax.judge import Band, calibrate, judge
 from kernjax.judge.limits import flip_limits, leave_one_out, limits_of
 from kernjax.judge.simulate import Corpus, Design, Effect
 
+RNG = np.random.default_rng(8)
 DESIGN = Design(contexts=(512, 2048), steps=32)
 
 
@@ -80,6 +81,23 @@ def test_the_confident_margin_is_rarely_passed_by_another_normal(corpus, normals
         for c in (corpus.producer() for _ in range(40))
     ]
     assert sum(count > 0 for count in beyond) <= 5  # 0.02 expected a run; the largest alone: 8
+
+
+def test_the_confident_margin_by_hand():
+    """1 % of the changes reach 0.5, half of them towards the flip: four rows expect 0.02 flips."""
+    one = Corpus(Design(kinds=("prose",), contexts=(512,), per_cell=20, steps=50), RNG).producer()
+    size = one.margin.size
+    margin = np.linspace(0.06, 1.0, size)
+    change = np.zeros(size)
+    change[:: size // 10][:10] = 0.5
+    change *= np.where(np.arange(size) % 2, 1, -1)
+    share = np.mean(np.abs(change) >= 0.5)
+    none = np.zeros(size, dtype=bool)
+    known = dataclasses.replace(one, margin=margin, margin_change=change, flipped=none)
+    limits = flip_limits([known] * 4)
+    reachable = margin[margin <= 0.5]
+    within = int(0.02 / (0.5 * share))  # rows whose expected flips sum to at most 0.02
+    assert limits == {"largest": 0.0, "confident": reachable[-1 - within]}
 
 
 def test_too_few(normals):

@@ -98,3 +98,6 @@ def test_ratio_of_counts():
     none = intervals.ratio_of_counts(np.zeros(20), np.full(20, 2.0))
     assert none.value < -4 and none.bound(0.95) < math.log(1.2)
     assert intervals.ratio_of_counts(np.zeros(20), np.zeros(20)) is None
+    # Exactly one flip a segment, as expected: no residual, and yet 16 flips are no more than 16.
+    even = intervals.ratio_of_counts(np.ones(16), np.ones(16))
+    assert even.value == 0.0 and even.se == pytest.approx(1 / math.sqrt(16.5))
