@@ -27,6 +27,7 @@ from kernjax.scoring.sketch import SKETCH_DIM
 from kernjax.texts import Corpus
 from kernjax.weights import format_mesh, load_params, weights_sha256
 from pallas_kernels.formats import Format, round_to
+from pallas_kernels.xla_cpu import sums_are_right
 
 _PACKAGES = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy")
 
@@ -76,6 +77,13 @@ class JaxProducer:
         policy.validate_layers(config.num_layers, config.layer_types)
         check_policy(self.kernels, policy)
         use_compilation_cache()
+        if not sums_are_right():
+            raise UserError(
+                "This jax computes wrong sums on this machine (a known fault of XLA on CPUs).",
+                "kernjax sets --xla_cpu_experimental_ynn_fusion_type=-reduce when it is imported"
+                " before jax has started.",
+                "Import kernjax first, leave that flag out of XLA_FLAGS, or take jax 0.12.",
+            )
         params = load_params(
             directory, config, dtype=_load_dtype(policy.weights), mesh=mesh, progress=progress
         )
@@ -84,16 +92,9 @@ class JaxProducer:
         self._scorer = Scorer(decoder, execution, policy.prefill_window, hidden=hidden)
 
     def identity(self) -> dict[str, Any]:
-        tokenizer = self.directory / "tokenizer.json"
         shape = [self.config.num_layers, SKETCH_DIM]
         return {
-            "model": {
-                "name": self.directory.name,
-                "weights_sha256": weights_sha256(self.directory, self.config),
-                "config_sha256": sha256_file(self.directory / "config.json"),
-                "vocab_size": self.vocab_size,
-            },
-            "tokenizer_sha256": sha256_file(tokenizer) if tokenizer.is_file() else None,
+            **model_identity(self.directory, self.config),
             "policy": self.policy.to_dict(),
             "kernels": {op: kernel.to_dict() for op, kernel in sorted(self.kernels.items())},
             "engine": "jax",
@@ -128,6 +129,20 @@ class JaxProducer:
         rows = self._scorer.score(tokens, context_len, plans, progress)
         check_called(self.kernels)
         return rows
+
+
+def model_identity(directory: Path, config: ModelConfig) -> dict[str, Any]:
+    """A manifest's `model` and `tokenizer_sha256` for an HF directory, whoever computes."""
+    tokenizer = directory / "tokenizer.json"
+    return {
+        "model": {
+            "name": directory.name,
+            "weights_sha256": weights_sha256(directory, config),
+            "config_sha256": sha256_file(directory / "config.json"),
+            "vocab_size": config.vocab_size,
+        },
+        "tokenizer_sha256": sha256_file(tokenizer) if tokenizer.is_file() else None,
+    }
 
 
 def rounded(params: Mapping[str, Any], config: ModelConfig, weights: Format) -> dict[str, Any]:

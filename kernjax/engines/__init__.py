@@ -1,0 +1,1 @@
+"""Producers of distributions that are not our own model."""
