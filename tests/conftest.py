@@ -9,6 +9,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 
+import pallas_kernels  # noqa: F401  sets XLA's flags before jax starts
+
 # A silent promotion (bf16 + f32, say) is a rounding nobody asked for.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
