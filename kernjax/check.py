@@ -1,7 +1,7 @@
 """May this kernel be merged? Runs or reads a candidate, judges it against the truth, reports.
 
   python -m kernjax.check --policy=fp8_scaled
-  python -m kernjax.check --corpus=demo-deep --policy=fp8 --output_dir=out/fp8
+  python -m kernjax.check --policy=fp8 --output_dir=out/fp8
   python -m kernjax.check --kernel attention.prefill=my_package.my_module:my_function
   python -m kernjax.check --model=DIR --corpus=article --reference=out/ref --band=out/band.json \\
       --policy=bf16,delta_rule.state=m6 --incumbent=out/main
@@ -36,7 +36,7 @@ _KERNEL = FLAGS.multi_string("kernel", "OP=module:function; may be repeated.")
 _CANDIDATE = FLAGS.string("candidate", None, "A finished recording instead of a run.")
 FLAGS.heading("What it is judged against")
 _MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
+_CORPUS = FLAGS.string("corpus", "demo", "demo, local, article, or a manifest.")
 _REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
 _BAND = FLAGS.string("band", None, "The normal difference; default: the demo's.")
 _INCUMBENT = FLAGS.string("incumbent", None, "Recording of what runs now.")

@@ -32,7 +32,7 @@ from kernjax.base.resources import demo_dir
 
 FLAGS = command.Flags("record", __doc__)
 _MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
+_CORPUS = FLAGS.string("corpus", "demo", "demo, local, article, or a manifest.")
 _POLICY = FLAGS.string("policy", "f32", "Precision policy; see above.")
 _KERNEL = FLAGS.multi_string("kernel", "OP=module:function; may be repeated.")
 _OUT = FLAGS.string(

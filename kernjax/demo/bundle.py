@@ -14,7 +14,7 @@ from pathlib import Path
 from kernjax.base import command
 
 # Equally right: each changes the order of sums or how much is rounded where nothing depends on it.
-NORMALS = ("bf16", "chunk32", "chunk128", "block256", "p_f32", "window1024")
+NORMALS = ("bf16", "chunk32", "chunk128", "block256", "p_f32", "row_sum_rounded")
 BAD = ("bf16,delta_rule.state=m4", "fp8_lazy_rescale")
 
 FLAGS = command.Flags("demo.bundle", __doc__)

@@ -38,7 +38,7 @@ def _bundled(model: str, corpus: str, what: str, name: str) -> str:
         raise UserError(
             f"--{what} is missing, and there is none bundled for --model={model}"
             f" --corpus={corpus}.",
-            "The demo's own are bundled for its corpora `demo` and `demo-deep`.",
+            "The demo's own are bundled for its corpus `demo`.",
             "Make one: kernjax.record --policy=f32 for a reference, kernjax.calibrate for a band.",
         )
     return str(path)
