@@ -277,7 +277,8 @@ def _unit_lower_inverse_jvp(
     inverse = _unit_lower_inverse(primals[0], dot)
     row = np.arange(inverse.shape[-1])
     change = jnp.where(row[:, None] > row, tangents[0], 0)
-    return inverse, -_dot(_dot("ik,kj", inverse, change, dot), inverse, dot)
+    change = _dot("ik,kj", _dot("ik,kj", inverse, change, dot), inverse, dot)
+    return inverse, -change
 
 
 def _halves(x: jax.Array, half: int) -> tuple[jax.Array, jax.Array]:
