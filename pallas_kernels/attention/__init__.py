@@ -23,11 +23,11 @@ MAX_DECODE_TOKENS = 8
 
 PREFILL: dict[str, Callable[..., jax.Array]] = {
     "reference": reference.attention,
-    "xla": xla.prefill,
+    "xla": xla.attention,
 }
 DECODE: dict[str, Callable[..., jax.Array]] = {
     "reference": reference.attention,
-    "xla": xla.decode,
+    "xla": xla.attention,
 }
 _STORED = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")
 
@@ -96,7 +96,9 @@ def _check(op, q, k, v, q_offset, kv_length, scale, k_scale, v_scale, formats) -
             raise ValueError(f"{op}: {name} has shape {array.shape}; expected 4 axes.")
         if array.dtype.name not in _STORED:
             raise ValueError(f"{op}: {name} has dtype {array.dtype}; allowed: {_STORED}.")
-    batch, _, heads, width = q.shape
+    batch, tokens, heads, width = q.shape
+    if tokens < 1:
+        raise ValueError(f"{op}: q has T={tokens} tokens; at least 1 is needed.")
     capacity, groups = k.shape[1:3]
     if k.shape != (batch, capacity, groups, width) or capacity < 1:
         raise ValueError(

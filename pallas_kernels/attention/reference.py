@@ -35,7 +35,7 @@ def attention(
     precision = jax.lax.Precision.HIGHEST if formats.dot == "highest" else None
     batch, tokens, heads, width = q.shape
     capacity, groups = k.shape[1:3]
-    key = jnp.arange(capacity)
+    key = jnp.arange(capacity, dtype=jnp.int32)
     valid = key[None, :] < kv_length[:, None]  # [B, S]
     # 0 * NaN is NaN: unused slots are cleared, not only masked in the scores.
     k = jnp.where(valid[:, :, None, None], k.astype(dtype), 0) * jnp.asarray(k_scale, dtype)
@@ -45,7 +45,7 @@ def attention(
 
     scores = jnp.einsum("btgrh,bsgh->bgrts", q, k, precision=precision)
     scores = _round(scores * jnp.asarray(scale, dtype), formats.scores)
-    position = q_offset[:, None] + jnp.arange(tokens)[None, :]  # [B, T]
+    position = q_offset[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]  # [B, T]
     visible = (key[None, None, :] <= position[:, :, None]) & valid[:, None, :]  # [B, T, S]
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     if formats.is_tile_independent:

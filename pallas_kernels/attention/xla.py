@@ -24,12 +24,10 @@ from pallas_kernels.formats import E4M3, Format, round_to
 # cache of two cores; larger tiles spill, smaller ones lose GEMM rate.
 _ROWS = 2048
 _LEAST_QUERIES, _MOST_QUERIES = 64, 512
-# Where tiles do not change the result, decode takes few large ones: each costs a fixed time.
-_DECODE_BLOCK_K = 2048
 _LOG2_E = math.log2(math.e)
 
 
-def prefill(
+def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -45,7 +43,8 @@ def prefill(
 
     NotImplementedError for float64: the reference has it.
     """
-    _refuse_float64(q, k, v)
+    if jnp.float64 in (q.dtype, k.dtype, v.dtype):
+        raise NotImplementedError("xla attention computes in float32; use 'reference' for float64.")
     batch, tokens, heads, width = q.shape
     queries = min(max(_ROWS // (batch * heads), _LEAST_QUERIES), _MOST_QUERIES)
     block_k = min(formats.block_k, k.shape[1])
@@ -62,33 +61,6 @@ def prefill(
     out = jax.lax.map(one_tile, jnp.arange(tiles, dtype=jnp.int32))  # [tiles, B, queries, N, Hv]
     out = jnp.moveaxis(out, 0, 1).reshape(batch, tiles * queries, heads, v.shape[-1])
     return out[:, :tokens]
-
-
-def decode(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    q_offset: jax.Array,
-    kv_length: jax.Array,
-    scale: float,
-    k_scale: float | jax.Array = 1.0,
-    v_scale: float | jax.Array = 1.0,
-    formats: AttentionFormats = AttentionFormats(),  # noqa: B008 - frozen
-) -> jax.Array:
-    """As `prefill`, for the few query tokens of a decode step."""
-    _refuse_float64(q, k, v)
-    block_k = formats.block_k
-    if formats.is_tile_independent:
-        block_k = max(block_k, _DECODE_BLOCK_K)
-    block_k = min(block_k, k.shape[1])
-    end = q_offset + q.shape[1]
-    return _query_tile(q, q_offset, end, k, v, kv_length, scale, k_scale, v_scale, formats, block_k)
-
-
-def _refuse_float64(*arrays: jax.Array) -> None:
-    if any(x.dtype == jnp.float64 for x in arrays):
-        raise NotImplementedError("xla attention computes in float32; use 'reference' for float64.")
 
 
 def _query_tile(
