@@ -72,7 +72,7 @@ def main(args: list[str]) -> int:
 
         reference_path = reference_path or default_reference(_MODEL.value, _CORPUS.value)
         band_path = band_path or default_band(_MODEL.value, _CORPUS.value)
-    band = Band.load(band_path)
+    Band.load(band_path)  # a band that cannot be read is found out before anything runs
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(_OUTPUT_DIR.value or scratch)
         reference = load_recording(reference_path)
@@ -83,7 +83,7 @@ def main(args: list[str]) -> int:
         incumbent = load_recording(_INCUMBENT.value) if _INCUMBENT.value else None
         verdict = judge(
             compare(reference, runs.candidate),
-            band,
+            band_path,
             isolated=compare(*runs.isolated) if runs.isolated else None,
             incumbent=compare(reference, incumbent) if incumbent else None,
             repeat=compare(reference, runs.repeat) if runs.repeat else None,

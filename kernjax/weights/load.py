@@ -70,8 +70,8 @@ def load_params(
 
 
 def _widest(dtypes: list[np.dtype]) -> np.dtype:
-    """One dtype that holds all of these exactly."""
-    return np.dtype(jnp.result_type(*dtypes))
+    """One dtype that holds all of these exactly: bfloat16 and float16 meet in float32."""
+    return dtypes[0] if len(set(dtypes)) == 1 else np.dtype(np.float32)
 
 
 def _source_bytes(tensors: Mapping[str, TensorEntry], leaf: Leaf, part: Part) -> int:
