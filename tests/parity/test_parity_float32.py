@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 pytest.importorskip("torch", reason="live parity needs torch (the transformers extra)")
@@ -25,22 +27,23 @@ RUNS = [
 
 
 @pytest.fixture(scope="module")
-def sides(request, tmp_path_factory):
-    """(case, our model, the vendor's) on one checkpoint."""
-    case: Case = request.param
-    directory = write(case, tmp_path_factory.mktemp("parity") / case.name)
-    return case, Model(directory, "f32"), vendor.load(directory, "float32", "eager")
+def sides(tmp_path_factory):
+    """case -> (our model, the vendor's) on one checkpoint; made once, so that decode is shared."""
+
+    @functools.cache
+    def make(case: Case):
+        directory = write(case, tmp_path_factory.mktemp("parity") / case.name)
+        return Model(directory, "f32"), vendor.load(directory, "float32", "eager")
+
+    return make
 
 
 @pytest.mark.parametrize(
-    "sides, window",
-    RUNS,
-    indirect=["sides"],
-    ids=[f"{case.name}, {figures.run_name(window)}" for case, window in RUNS],
+    "case, window", RUNS, ids=[f"{case.name}, {figures.run_name(window)}" for case, window in RUNS]
 )
-def test_prefill_then_decode(sides, window):
+def test_prefill_then_decode(sides, case, window):
     """64: the windows are whole chunks and the last is padded; 100: they are neither."""
-    case, ours, theirs = sides
+    ours, theirs = sides(case)
     found = difference(
         ours.run(case.tokens, case.context_len, window),
         vendor.run(theirs, case.tokens, case.context_len, window),
