@@ -27,6 +27,7 @@ one factor is broadcast (jax-ml/jax issues 39103, 39257). Dots of two or more ro
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ from pallas_kernels.delta_rule.formats import DeltaRuleFormats
 from pallas_kernels.formats import BF16, round_to
 
 BLOCK = 16  # rows of one forward substitution
+_Sums = tuple[jax.Array, jax.Array]
 
 
 def chunked(
@@ -73,9 +75,9 @@ def chunked(
     g = _chunks(round_to(g, formats.g), formats.chunk, value_shape)
     beta = _chunks(round_to(beta[..., None], formats.beta), formats.chunk, value_shape)
 
-    total = round_to(jnp.cumsum(g, axis=-2), formats.g_cumsum)  # [N, B, *heads, C, K or 1]
-    decay_in = round_to(jnp.exp(total), formats.exp_g)
-    decay_out = round_to(jnp.exp(total[..., -1:, :] - total), formats.exp_g)
+    total = _gate_sums(g, formats)  # [N, B, *heads, C, K or 1], in two parts
+    decay_in = _decay(lambda x: x, total, formats)
+    decay_out = _decay(lambda x: x[..., -1:, :] - x, total, formats)
     if per_channel:
         kk, p = (_decayed_products(x, k, total, formats) for x in (k, q))
         reads, writes = decay_in * q, decay_out * k
@@ -196,18 +198,41 @@ def _dot(spec: str, a: jax.Array, b: jax.Array, mode: str) -> jax.Array:
     )
 
 
-def _pair_decay(total: jax.Array, formats: DeltaRuleFormats) -> jax.Array:
+def _gate_sums(g: jax.Array, formats: DeltaRuleFormats) -> _Sums:
+    """G = cumsum(g) over the chunk as a coarse part and a small remainder.
+
+    Next to G = -300 float32 steps by 3e-5, which is then the error of every decay exp(G_i - G_j).
+    Multiples of 2^-10 add up exactly down to -16384, and sums of the remainders stay below 1/16.
+    A rounded g_cumsum has no remainder.
+    """
+    if not formats.g_cumsum.is_exact:
+        total = round_to(jnp.cumsum(g, axis=-2), formats.g_cumsum)
+        return total, jnp.zeros_like(total)
+    coarse = jnp.round(g * jnp.float32(1024)) / jnp.float32(1024)
+    return jnp.cumsum(coarse, axis=-2), jnp.cumsum(g - coarse, axis=-2)
+
+
+def _decay(
+    difference: Callable[[jax.Array], jax.Array], total: _Sums, formats: DeltaRuleFormats
+) -> jax.Array:
+    """exp of a difference of gate sums, which `difference` takes from either part."""
+    return round_to(jnp.exp(difference(total[0]) + difference(total[1])), formats.exp_g)
+
+
+def _pair_decay(total: _Sums, formats: DeltaRuleFormats) -> jax.Array:
     """D_ij = exp(G_i - G_j) for j <= i, else 0: [..., C, C] from G [..., C, 1]."""
-    row = np.arange(total.shape[-2])
-    # Above the diagonal exp would overflow: mask the exponent, not the exponential.
-    exponent = jnp.where(
-        row[:, None] >= row, total - jnp.swapaxes(total, -1, -2), jnp.float32(-jnp.inf)
-    )
-    return round_to(jnp.exp(exponent), formats.exp_g)
+    row = np.arange(total[0].shape[-2])
+    lower = row[:, None] >= row
+
+    def difference(x: jax.Array) -> jax.Array:
+        # Above the diagonal exp would overflow: mask the exponent, not the exponential.
+        return jnp.where(lower, x - jnp.swapaxes(x, -1, -2), jnp.float32(-jnp.inf))
+
+    return _decay(difference, total, formats)
 
 
 def _decayed_products(
-    x: jax.Array, k: jax.Array, total: jax.Array, formats: DeltaRuleFormats
+    x: jax.Array, k: jax.Array, total: _Sums, formats: DeltaRuleFormats
 ) -> jax.Array:
     """sum_c x_ic k_jc exp(G_ic - G_jc) for j <= i, else 0: [..., C, C]; all three [..., C, K].
 
@@ -217,31 +242,35 @@ def _decayed_products(
     batched dot; sizes up to 16 share the 16-row blocks, where most of the dot is masked.
     """
     chunk = x.shape[-2]
-    x_rows, k_rows, g_rows = (_rows(a, BLOCK) for a in (x, k, total))
+    x_rows, k_rows = _rows(x, BLOCK), _rows(k, BLOCK)
     row = np.arange(BLOCK)
     pairs = _dot("ik,jk", x_rows, k_rows, formats.dot)
     out = jnp.where(row[:, None] == row, pairs, 0)
     half = 1
     while half < BLOCK:
-        first = _rows(total, 2 * half)[..., half : half + 1, :]
-        first = jnp.repeat(first, 2 * half, axis=-2).reshape(g_rows.shape)
+        block = row // (2 * half)
         second = (row % (2 * half) >= half)[:, None]
-        factor = jnp.exp(jnp.where(second, g_rows - first, first - g_rows))
-        factor = round_to(factor, formats.exp_g)
+        factor = _decay(functools.partial(_from_middle, half=half), total, formats)
+        factor = _rows(factor, BLOCK)
         left, right = jnp.where(second, factor * x_rows, 0), jnp.where(second, 0, factor * k_rows)
         pairs = _dot("ik,jk", left, right, formats.dot)
-        block = row // (2 * half)
         out = out + jnp.where(block[:, None] == block, pairs, 0)
         half *= 2
     while half < chunk:
-        early, late = _halves(total, half)
-        first = late[..., :1, :]
-        left = round_to(jnp.exp(late - first), formats.exp_g) * _halves(x, half)[1]
-        right = round_to(jnp.exp(first - early), formats.exp_g) * _halves(k, half)[0]
-        below = _dot("ik,jk", left, right, formats.dot)
+        factor = _decay(functools.partial(_from_middle, half=half), total, formats)
+        left, right = _rows(factor * x, 2 * half), _rows(factor * k, 2 * half)
+        below = _dot("ik,jk", left[..., half:, :], right[..., :half, :], formats.dot)
         out = _merge(out[..., 0::2, :, :], below, out[..., 1::2, :, :])
         half *= 2
     return out[..., 0, :, :]
+
+
+def _from_middle(total: jax.Array, half: int) -> jax.Array:
+    """G - G_r below and G_r - G above with r the first row of the second half of each block of 2 * half rows."""
+    blocks = _rows(total, 2 * half)
+    early, late = blocks[..., :half, :], blocks[..., half:, :]
+    middle = late[..., :1, :]
+    return jnp.concatenate([middle - early, late - middle], axis=-2).reshape(total.shape)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -279,12 +308,6 @@ def _unit_lower_inverse_jvp(
     change = jnp.where(row[:, None] > row, tangents[0], 0)
     change = _dot("ik,kj", _dot("ik,kj", inverse, change, dot), inverse, dot)
     return inverse, -change
-
-
-def _halves(x: jax.Array, half: int) -> tuple[jax.Array, jax.Array]:
-    """First and second halves of the blocks of 2 * half rows of [..., C, D]."""
-    x = _rows(x, 2 * half)
-    return x[..., :half, :], x[..., half:, :]
 
 
 def _rows(x: jax.Array, size: int) -> jax.Array:

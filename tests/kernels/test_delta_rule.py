@@ -13,6 +13,7 @@ from delta_rule_cases import (
     FAMILIES,
     FULL,
     QUICK,
+    QUICK_OPTIONS,
     XLA,
     Case,
     assert_near,
@@ -34,12 +35,12 @@ GATES = pytest.mark.parametrize("per_channel", [False, True], ids=["scalar", "ch
 
 @GATES
 def test_every_family_of_keys_and_gates(per_channel):
-    check_families(XLA, per_channel)
+    check_families(XLA, per_channel, budget=2e-6)
 
 
 @pytest.mark.parametrize("chunk, per_channel", [(16, False), (32, True), (128, False)])
 def test_every_chunk_length(chunk, per_channel):
-    check_families(QUICK, per_channel, chunk)
+    check_families(QUICK, per_channel, chunk, budget=2e-6)
 
 
 @GATES
@@ -58,7 +59,7 @@ def test_long_decode():
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65])
 def test_lengths_around_chunk_edges(length):
-    known = case(length, FAMILIES[5:6], key_heads=1, value_heads=3, key_dim=8, value_dim=16)
+    known = case(length, FAMILIES[6:7], key_heads=1, value_heads=3, key_dim=8, value_dim=16)
     assert_near(QUICK.chunked(*known), truth(known), F32_BUDGET, f"T={length}")
 
 
@@ -72,7 +73,7 @@ def test_a_long_call_in_bfloat16_inputs():
 
 
 def test_no_initial_state_is_a_zero_state():
-    known = case(65, FAMILIES[5:6], key_heads=1, value_heads=3, key_dim=8, value_dim=16)
+    known = case(65, FAMILIES[6:7], key_heads=1, value_heads=3, key_dim=8, value_dim=16)
     zero = known._replace(state=np.zeros_like(known.state))
     got = QUICK.chunked(*known[:5])
     assert_near(got, truth(zero), F32_BUDGET, "no initial state")
@@ -87,7 +88,7 @@ def test_steps(length, per_channel):
 
 def test_ragged_steps_leave_finished_rows_untouched():
     known = case(8)
-    lengths = np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 0], np.int32)
+    lengths = np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 0], np.int32)
     padding = np.arange(8) >= lengths[:, None]
     q, k, v, g, beta = (
         np.where(padding.reshape(padding.shape + (1,) * (x.ndim - 2)), np.float32(np.nan), x)
@@ -103,16 +104,16 @@ def test_ragged_steps_leave_finished_rows_untouched():
 
 
 def test_a_row_does_not_depend_on_its_batch():
-    known = case(130)
-    full = np.asarray(XLA.chunked(*known)[0])
+    known, formats = case(40, key_heads=1, value_heads=3), DeltaRuleFormats(chunk=32)
+    full = np.asarray(QUICK.chunked(*known, formats=formats)[0])
     for b in (0, len(FAMILIES) - 1):
-        alone = np.asarray(XLA.chunked(*known.row(b))[0])
+        alone = np.asarray(QUICK.chunked(*known.row(b), formats=formats)[0])
         assert relative(alone[0], full[b]) < 1e-6
 
 
 def test_the_same_call_gives_the_same_bits():
-    known = case(300)
-    first, second = (XLA.chunked(*known, lengths=FULL) for _ in range(2))
+    known, formats = case(300), DeltaRuleFormats()
+    first, second = (XLA.chunked(*known, lengths=FULL, formats=formats) for _ in range(2))
     np.testing.assert_array_equal(first[0], second[0])
     np.testing.assert_array_equal(first[1], second[1])
 
@@ -150,7 +151,7 @@ def test_references_mask_padding_in_float32(name):
 def test_gradients(per_channel):
     """Reverse mode through the chunked form is the gradient of the recurrence."""
     known = case(
-        70, FAMILIES[4:6], key_heads=1, value_heads=2, key_dim=8, value_dim=6,
+        40, FAMILIES[4:7:2], key_heads=1, value_heads=2, key_dim=8, value_dim=6,
         per_channel=per_channel,
     )  # fmt: skip
     rng = np.random.default_rng(5)
@@ -161,7 +162,11 @@ def test_gradients(per_channel):
         outputs = delta_rule.chunked(*arguments, formats=formats, implementation=implementation)
         return sum(jnp.sum(x * w.astype(x.dtype)) for x, w in zip(outputs, weights, strict=True))
 
-    gradient = jax.jit(jax.grad(loss, argnums=tuple(range(6))), static_argnames="implementation")
+    gradient = jax.jit(
+        jax.grad(loss, argnums=tuple(range(6))),
+        static_argnames="implementation",
+        compiler_options=QUICK_OPTIONS,
+    )
     got = gradient(*known, implementation="xla")
     with jax.enable_x64(True):
         wide = (x.astype(np.float64) for x in known)

@@ -22,7 +22,7 @@ GATES = pytest.mark.parametrize("per_channel", [False, True], ids=["scalar", "ch
 
 @functools.cache
 def _case(per_channel: bool = False) -> Case:
-    families = FAMILIES[1:3] + FAMILIES[5:6] + FAMILIES[7:8]
+    families = FAMILIES[1:3] + FAMILIES[6:7] + FAMILIES[8:9]
     return case(LENGTH, families, key_heads=1, value_heads=3, key_dim=16, value_dim=8,
                 per_channel=per_channel)  # fmt: skip
 
