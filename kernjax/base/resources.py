@@ -15,7 +15,7 @@ def data_dir(name: str) -> Path:
 
 def demo_dir() -> Path:
     """The bundled demo model: an HF directory."""
-    return _PACKAGE / "demo" / "checkpoint"
+    return _PACKAGE / "demo" / "model"
 
 
 def demo_recording(name: str) -> Path:
