@@ -88,7 +88,18 @@ def decode(
     )  # fmt: skip
 
 
-def _check(op, q, k, v, q_offset, kv_length, scale, k_scale, v_scale, formats) -> float:
+def _check(
+    op: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_offset: jax.Array,
+    kv_length: jax.Array,
+    scale: float | jax.Array | None,
+    k_scale: float | jax.Array,
+    v_scale: float | jax.Array,
+    formats: AttentionFormats,
+) -> float | jax.Array:
     """The softmax scale; ValueError naming the first argument that does not fit."""
     op = f"attention.{op}"
     for name, array in (("q", q), ("k", k), ("v", v)):
