@@ -11,7 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from kernjax.base.errors import UserError
-from kernjax.recording import Recording, RecordingWriter, build_manifest
+from kernjax.recording import (
+    Recording,
+    RecordingWriter,
+    build_manifest,
+    identity_diff,
+    load_recording,
+)
+from kernjax.recording.manifest import complete_manifest
 from kernjax.scoring.batch import RowPlan
 from kernjax.scoring.positions import PREFILL, RESCORE, prefill_positions
 from kernjax.scoring.producer import Producer, check_tokenizer
@@ -52,6 +59,7 @@ def record_corpus(
     batch_size: int = 16,
     rescore: bool = False,
     overwrite: bool = False,
+    reuse: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> str:
     """Scores `corpus` and writes the recording to `out`; its identity.
@@ -59,7 +67,8 @@ def record_corpus(
     With a `reference` the same positions are scored at its ids (its segments must be those of the
     corpus); without one the rows are the producer's own top 20. A run that stopped goes on at the
     batches whose segments are missing; batches are always cut from the whole corpus, so that what
-    shares a batch, and with it every bit, does not depend on where a run stopped.
+    shares a batch, and with it every bit, does not depend on where a run stopped. `reuse` takes a
+    complete recording of the same producer as it is, which otherwise is an error.
     """
     producer.check_corpus(corpus)
     identity = producer.identity()
@@ -75,6 +84,10 @@ def record_corpus(
         batch_size=batch_size,
         reference=None if reference is None else reference.identity,
     )
+    if reuse and (Path(out) / "complete.json").is_file():
+        existing = load_recording(out)
+        if not identity_diff(existing.manifest, complete_manifest(manifest, segments)):
+            return existing.identity
     writer = RecordingWriter.open_or_create(out, manifest, segments, overwrite)
     missing = set(writer.missing())
     batches = [b for b in _batches(corpus.segments, batch_size) if missing & set(b)]

@@ -84,7 +84,7 @@ class Session:
         limit: int | None = None,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> Recording:
-        """Records `policy` at the reference's ids into `out` (resuming what is there)."""
+        """Records `policy` at the reference's ids into `out`, or goes on with what is there."""
         mesh = None if self.mesh is None else parse_mesh(self.mesh)
         producer = JaxProducer(self.model, policy, kernels, mesh=mesh)
         record_corpus(
@@ -93,6 +93,7 @@ class Session:
             out,
             reference=self.reference,
             batch_size=self.batch_size,
+            reuse=True,
             on_progress=on_progress,
         )
         return load_recording(out)
