@@ -187,7 +187,7 @@ def repeating_unit(layer_types: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
 
     total = len(layer_types)
     written_out = {size: size + total - size * repeats_of(size) for size in range(1, total + 1)}
-    size = min(written_out, key=lambda size: (written_out[size], size))
+    size = min(written_out, key=lambda size: (written_out[size], -size * repeats_of(size)))
     return layer_types[:size], repeats_of(size)
 
 
