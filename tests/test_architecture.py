@@ -95,7 +95,7 @@ def test_files_stay_readable():
 
 def test_no_path_of_a_machine():
     homes = ("/ho" + "me/", "/ro" + "ot/", "/Us" + "ers/", "/wo" + "rk/")
-    for folder in ("kernjax", "pallas_kernels", "tests", "benchmarks", "configs", "corpora", "docs"):
+    for folder in "kernjax pallas_kernels tests benchmarks configs corpora docs".split():
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in {".py", ".toml", ".md", ".tsv", ".sh", ".flags", ".jsonl"}:
                 text = path.read_text(encoding="utf-8")

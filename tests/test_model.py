@@ -111,7 +111,7 @@ def test_captured_layers_are_in_layer_order(pattern):
         full = random_params(decoder.config, 0)
         kinds = {"linear": pattern[:depth].count(LINEAR), "full": pattern[:depth].count(FULL)}
         params = {
-            name: jax.tree.map(lambda leaf, name=name: leaf[: kinds[name]], value)
+            name: jax.tree.map(lambda leaf, count=kinds[name]: leaf[:count], value)
             if name in kinds
             else value
             for name, value in full.items()
