@@ -16,12 +16,12 @@ In a chunk of C tokens, with G = cumsum(g) and D_ij = exp(G_i - G_j) for j <= i 
     o     = scale * (exp(G) (q S) + p v_new)
     S'    = exp(G_C) S + k^T (exp(G_C - G) v_new)
 
-Only `w S`, `q S` and the last product depend on the chunk before. Everything else is computed for
-all chunks at once, so the scan over chunks holds four dots and memory is linear in T.
+The scan carries S from chunk to chunk and computes all of this inside a step: on a CPU the
+chunk's tensors then stay in the cache, which is quicker than to prepare all chunks at once.
 With a gate per channel, D_ij stays inside the sum over channels; see `_decayed_products`.
 
-No sum here is written as multiply-and-reduce: jaxlib 0.10.2 on a CPU gets some of those wrong when
-one factor is broadcast (jax-ml/jax issues 39103, 39257). Dots of two or more rows are right.
+No sum here multiplies by a broadcast factor and then reduces: jaxlib 0.10.2 on a CPU gets some of
+those wrong (jax-ml/jax issues 39103, 39257). Dots of two or more rows and columns are right.
 """
 
 from __future__ import annotations
@@ -58,26 +58,62 @@ def chunked(
     _refuse_float64(q, k, v, g, beta, initial_state)
     batch, length, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
+    count = -(-length // formats.chunk)
+    # Decays per channel sit inside the products with k: value heads have nothing left to share.
+    shared = 1 if g.ndim == 4 else value_heads // key_heads
+
+    def split(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [N, B, C, ...]
+        x = jnp.pad(x, ((0, 0), (0, count * formats.chunk - length)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.swapaxes(x.reshape(batch, count, formats.chunk, *x.shape[2:]), 0, 1)
+
+    if lengths is None:
+        lengths = jnp.full((batch,), length, jnp.int32)
+    valid = jnp.arange(length, dtype=jnp.int32) < lengths[:, None]
+    state = initial_state.astype(jnp.float32)
+    state = state.reshape(batch, value_heads // shared, shared, key_dim, value_dim)
+    state, o = lax.scan(
+        lambda state, chunk: _one_chunk(state, *chunk, formats),
+        round_to(state, formats.chunk_state),
+        tuple(map(split, (q, k, v, g, beta, valid))),
+    )
+    o = jnp.swapaxes(o, 0, 1).reshape(batch, -1, value_heads, value_dim)[:, :length]
+    state = state.reshape(batch, value_heads, key_dim, value_dim)
+    return jnp.float32(scale) * o, round_to(state, formats.state)
+
+
+def _one_chunk(
+    state: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    valid: jax.Array,
+    formats: DeltaRuleFormats,
+) -> tuple[jax.Array, jax.Array]:
+    """The next state [B, H, R, K, V] and o / scale [B, C, H, R, V] of C tokens.
+
+    R value heads share a key head; inputs as those of `chunked`, C tokens each.
+    """
     per_channel = g.ndim == 4
-    groups = value_heads // key_heads
+    g = g if per_channel else g[..., None]
+    q, k, v, g, beta = _mask((q, k, v, g, beta[..., None]), valid)
+    heads = state.shape[1:3]
+    if per_channel:
+        q, k = (jnp.repeat(x, heads[0] // x.shape[2], axis=2) for x in (q, k))
     dot = functools.partial(_dot, mode=formats.dot)
 
-    q, k, v, g, beta = _mask((q, k, v, g, beta), lengths)
-    if per_channel:
-        # Decays of different value heads sit inside the products with k: nothing left to share.
-        q, k = jnp.repeat(q, groups, axis=2), jnp.repeat(k, groups, axis=2)
-        key_shape = value_shape = (value_heads,)
-    else:
-        g = g[..., None]
-        key_shape, value_shape = (key_heads, 1), (key_heads, groups)
-    q, k = (_chunks(x, formats.chunk, key_shape) for x in (q, k))
-    v = _chunks(v, formats.chunk, value_shape)  # [N, B, *heads, C, V]
-    g = _chunks(round_to(g, formats.g), formats.chunk, value_shape)
-    beta = _chunks(round_to(beta[..., None], formats.beta), formats.chunk, value_shape)
+    def by_head(x: jax.Array, heads: tuple[int, int]) -> jax.Array:  # -> [B, H, R, C, D]
+        return jnp.moveaxis(x.reshape(*x.shape[:2], *heads, x.shape[-1]), 1, -2)
 
-    total = _gate_sums(g, formats)  # [N, B, *heads, C, K or 1], in two parts
-    decay_in = _decay(lambda x: x, total, formats)
+    q, k = by_head(q, (heads[0], 1)), by_head(k, (heads[0], 1))
+    v = by_head(v, heads)
+    beta = round_to(by_head(beta, heads), formats.beta)
+    total = _gate_sums(round_to(by_head(g, heads), formats.g), formats)
+    decay_in = _decay(lambda x: x, total, formats)  # [B, H, R, C, K or 1]
     decay_out = _decay(lambda x: x[..., -1:, :] - x, total, formats)
+    decay_all = jnp.swapaxes(decay_in[..., -1:, :], -1, -2)
+
     if per_channel:
         kk, p = (_decayed_products(x, k, total, formats) for x in (k, q))
         reads, writes = decay_in * q, decay_out * k
@@ -85,28 +121,17 @@ def chunked(
         decay = _pair_decay(total, formats)
         kk, p = (dot("ik,jk", x, k) * decay for x in (k, q))
         reads, writes = q, k
-    p = round_to(p, formats.p)
     inverse = round_to(_unit_lower_inverse(beta * kk, formats.dot), formats.inverse)
     u = round_to(dot("ik,kj", inverse, beta * v), formats.u)
     w = round_to(dot("ik,kj", inverse, decay_in * beta * k), formats.w)
 
-    def step(state: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        u, w, p, reads, writes, decay_in, decay_out = chunk
-        v_new = u - dot("ik,kj", w, round_to(state, formats.state_operand))
-        o = dot("ik,kj", reads, round_to(state, formats.h))
-        o = o if per_channel else decay_in * o
-        o = o + dot("ik,kj", p, round_to(v_new, formats.v_new))
-        update = round_to(v_new if per_channel else decay_out * v_new, formats.v_new)
-        decay_all = jnp.swapaxes(decay_in[..., -1:, :], -1, -2)  # [B, *heads, K or 1, 1]
-        state = decay_all * state + dot("ki,kj", writes, update)
-        return round_to(state, formats.chunk_state), o
-
-    state = initial_state.astype(jnp.float32).reshape(batch, *value_shape, key_dim, value_dim)
-    state = round_to(state, formats.chunk_state)
-    state, o = lax.scan(step, state, (u, w, p, reads, writes, decay_in, decay_out))
-    state = state.reshape(batch, value_heads, key_dim, value_dim)
-    o = jnp.moveaxis(o, (0, -2), (1, 2)).reshape(batch, -1, value_heads, value_dim)
-    return jnp.float32(scale) * o[:, :length], round_to(state, formats.state)
+    v_new = u - dot("ik,kj", w, round_to(state, formats.state_operand))
+    o = dot("ik,kj", reads, round_to(state, formats.h))
+    o = o if per_channel else decay_in * o
+    o = o + dot("ik,kj", round_to(p, formats.p), round_to(v_new, formats.v_new))
+    update = round_to(v_new if per_channel else decay_out * v_new, formats.v_new)
+    state = decay_all * state + dot("ki,kj", writes, update)
+    return round_to(state, formats.chunk_state), jnp.moveaxis(o, -2, 1)
 
 
 def recurrent(
@@ -131,9 +156,10 @@ def recurrent(
     batch, length, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
     shape = (batch, key_heads, value_heads // key_heads)  # [B, Hk, R]
-    q, k, v, g, beta = _mask((q, k, v, g, beta), lengths)
     if lengths is None:
         lengths = jnp.full((batch,), length, jnp.int32)
+    valid = jnp.arange(length, dtype=jnp.int32) < lengths[:, None]
+    q, k, v, g, beta = _mask((q, k, v, g, beta), valid)
     decay = round_to(jnp.exp(round_to(g, formats.g)), formats.exp_g)
     beta = round_to(beta, formats.beta)
 
@@ -150,10 +176,9 @@ def recurrent(
         state = jnp.where(valid[:, None, None, None, None], new, state)
         return state, o.reshape(batch, value_heads, value_dim)
 
-    valid = jnp.arange(length, dtype=jnp.int32)[:, None] < lengths
-    tokens = tuple(jnp.swapaxes(x, 0, 1) for x in (q, k, v, decay, beta))
+    tokens = tuple(jnp.swapaxes(x, 0, 1) for x in (q, k, v, decay, beta, valid))
     state = state.astype(jnp.float32).reshape(*shape, key_dim, value_dim)
-    state, o = lax.scan(step, state, (*tokens, valid))
+    state, o = lax.scan(step, state, tokens)
     state = state.reshape(batch, value_heads, key_dim, value_dim)
     return jnp.float32(scale) * jnp.swapaxes(o, 0, 1), state
 
@@ -165,21 +190,12 @@ def _refuse_float64(*arrays: jax.Array) -> None:
         )
 
 
-def _mask(arrays: tuple[jax.Array, ...], lengths: jax.Array | None) -> tuple[jax.Array, ...]:
-    """The arrays [B, T, ...] in float32, zero from `lengths` on: such tokens change nothing."""
-    arrays = tuple(x.astype(jnp.float32) for x in arrays)
-    if lengths is None:
-        return arrays
-    valid = jnp.arange(arrays[0].shape[1], dtype=jnp.int32) < lengths[:, None]
-    return tuple(jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, 0) for x in arrays)
-
-
-def _chunks(x: jax.Array, chunk: int, heads: tuple[int, ...]) -> jax.Array:
-    """[B, T, H, D] -> [N, B, *heads, C, D], zero padded to whole chunks."""
-    batch, length, _, width = x.shape
-    count = -(-length // chunk)
-    x = jnp.pad(x, ((0, 0), (0, count * chunk - length), (0, 0), (0, 0)))
-    return jnp.moveaxis(x.reshape(batch, count, chunk, *heads, width), (1, 2), (0, -2))
+def _mask(arrays: tuple[jax.Array, ...], valid: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays [B, T, ...] in float32, zero where not valid: such tokens change nothing."""
+    return tuple(
+        jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x.astype(jnp.float32), 0)
+        for x in arrays
+    )
 
 
 def _dot(spec: str, a: jax.Array, b: jax.Array, mode: str) -> jax.Array:
@@ -199,17 +215,20 @@ def _dot(spec: str, a: jax.Array, b: jax.Array, mode: str) -> jax.Array:
 
 
 def _gate_sums(g: jax.Array, formats: DeltaRuleFormats) -> _Sums:
-    """G = cumsum(g) over the chunk as a coarse part and a small remainder.
+    """G = cumsum(g) over the chunk, [..., C, D], as a coarse part and a small remainder.
 
-    Next to G = -300 float32 steps by 3e-5, which is then the error of every decay exp(G_i - G_j).
+    Next to G = -300 float32 steps by 3e-5, which would be the error of every exp(G_i - G_j).
     Multiples of 2^-10 add up exactly down to -16384, and sums of the remainders stay below 1/16.
-    A rounded g_cumsum has no remainder.
+    A rounded g_cumsum has no remainder. (A dot, because XLA's CPU compiler fuses a cumsum into
+    its consumers, and sums again for each of their elements.)
     """
-    if not formats.g_cumsum.is_exact:
-        total = round_to(jnp.cumsum(g, axis=-2), formats.g_cumsum)
-        return total, jnp.zeros_like(total)
+    lower = jnp.tril(jnp.ones((g.shape[-2],) * 2, jnp.float32))
     coarse = jnp.round(g * jnp.float32(1024)) / jnp.float32(1024)
-    return jnp.cumsum(coarse, axis=-2), jnp.cumsum(g - coarse, axis=-2)
+    sums = _dot("ik,kj", lower, jnp.concatenate([coarse, g - coarse], axis=-1), "highest")
+    coarse, remainder = jnp.split(sums, 2, axis=-1)
+    if formats.g_cumsum.is_exact:
+        return coarse, remainder
+    return round_to(coarse + remainder, formats.g_cumsum), jnp.zeros_like(remainder)
 
 
 def _decay(
@@ -266,7 +285,10 @@ def _decayed_products(
 
 
 def _from_middle(total: jax.Array, half: int) -> jax.Array:
-    """G - G_r below and G_r - G above with r the first row of the second half of each block of 2 * half rows."""
+    """G_i - G_r for the second half of each block of 2 * half rows, G_r - G_i for the first.
+
+    r is the first row of the second half, so neither is above zero.
+    """
     blocks = _rows(total, 2 * half)
     early, late = blocks[..., :half, :], blocks[..., half:, :]
     middle = late[..., :1, :]
