@@ -11,7 +11,7 @@ KINDS = ("full_attention", "linear_attention")
 # Read by the chunked rule only; the recurrent one has no such intermediate.
 _CHUNKED_ONLY = frozenset(
     f"delta_rule.{site}"
-    for site in "chunk_state state_operand h v_new inverse w u p g_cumsum chunk".split()
+    for site in "chunk_state state_operand h v_new inverse w u p g_cumsum chunk dot".split()
 )
 
 
