@@ -1,6 +1,6 @@
 """Our forward pass beside transformers' on the same checkpoint, side by side in one run.
 
-  python benchmarks/transformers.py [--only=prefill_f32,decode_f32,...]
+  python benchmarks/beside_transformers.py [--only=prefill_f32,decode_f32,...]
 
 A hybrid of 41 M parameters (hidden 512, 8 layers, vocabulary 8192) with random weights, 2 threads.
 Each row alternates both sides, takes the best of each, and prints the ratio of their rates; beside
