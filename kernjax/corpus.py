@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernjax.base import command
 from kernjax.base.errors import UserError
-from kernjax.base.resources import demo_dir
+from kernjax.base.resources import model_directory
 
 if TYPE_CHECKING:
     from kernjax import texts
@@ -348,7 +348,7 @@ def _load(tokenizer: Path | texts.Tokenizer | None) -> texts.Corpus:
 
 
 def _model_dir() -> Path:
-    path = demo_dir() if _MODEL.value == "demo" else Path(_MODEL.value)
+    path = model_directory(_MODEL.value)
     if not path.exists():
         raise UserError(f"--model={_MODEL.value} does not exist.", "Expected a model directory.")
     return path

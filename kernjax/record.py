@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from kernjax.base import command
-from kernjax.base.resources import demo_dir
+from kernjax.base.resources import model_directory
 
 FLAGS = command.Flags("record", __doc__)
 _MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
@@ -64,7 +64,7 @@ def main(args: list[str]) -> int:
     from kernjax.texts import load_corpus
     from kernjax.weights import parse_mesh
 
-    model = demo_dir() if _MODEL.value == "demo" else Path(_MODEL.value)
+    model = model_directory(_MODEL.value)
     settings = _POLICY.value
     if _WINDOW.value is not None:
         settings += f",prefill_window={_WINDOW.value}"

@@ -18,6 +18,11 @@ def demo_dir() -> Path:
     return _PACKAGE / "demo" / "model"
 
 
+def model_directory(name: str) -> Path:
+    """The directory that `--model` names; `demo` is the bundled one."""
+    return demo_dir() if name == "demo" else Path(name)
+
+
 def demo_recording(name: str) -> Path:
     """A bundled recording or band of the demo, by its file name."""
     return _PACKAGE / "demo" / "recordings" / name

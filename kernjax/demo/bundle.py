@@ -30,12 +30,13 @@ _BATCH_SIZE = FLAGS.integer("batch_size", 16, "Segments of one depth run togethe
 def main(args: list[str]) -> int:
     del args
     from kernjax.base.progress import Meter
+    from kernjax.base.resources import model_directory
     from kernjax.judge import calibrate
     from kernjax.precision import parse_policy
     from kernjax.recording import load_recording, pack_recording
     from kernjax.scoring.producer import JaxProducer
     from kernjax.scoring.recorder import record_corpus
-    from kernjax.scoring.session import Session, model_directory
+    from kernjax.scoring.session import Session
     from kernjax.texts import load_corpus
 
     model = model_directory(_MODEL.value)

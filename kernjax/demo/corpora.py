@@ -71,10 +71,9 @@ def main(args: list[str]) -> int:
     del args
     from kernjax import texts
     from kernjax.base.errors import UserError
-    from kernjax.base.resources import data_dir
+    from kernjax.base.resources import data_dir, model_directory
     from kernjax.demo.tokenizer import END_OF_TEXT
     from kernjax.scoring.sampling import sample_segments
-    from kernjax.scoring.session import model_directory
 
     if unknown := set(_CORPORA.value) - set(SHAPES):
         raise UserError(f"--corpora: {sorted(unknown)}.", f"Known: {', '.join(SHAPES)}.")

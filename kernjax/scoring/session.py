@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kernjax.base.errors import UserError
-from kernjax.base.resources import demo_dir, demo_recording
+from kernjax.base.resources import demo_recording, model_directory
 from kernjax.plugins import Kernel
 from kernjax.precision import Policy
 from kernjax.recording import Recording, load_recording
@@ -15,11 +15,6 @@ from kernjax.scoring.producer import JaxProducer
 from kernjax.scoring.recorder import Progress, limited, record_corpus
 from kernjax.texts import Corpus, load_corpus
 from kernjax.weights import parse_mesh
-
-
-def model_directory(name: str) -> Path:
-    """The directory `--model` names; `demo` is the bundled one."""
-    return demo_dir() if name == "demo" else Path(name)
 
 
 def default_reference(model: str, corpus: str) -> str:
