@@ -24,7 +24,7 @@ GROUPS = (
     "late",  # second half
     "last",  # the prompt's last position, from prefill
     "edge_window",  # prefill rows just after a prefill-window edge
-    "edge_document",  # prefill rows just after a document start
+    "edge_document",  # prefill rows just after a document start, the prompt's first tokens too
     "edge_chunk",  # the other prefill rows before the last: chunk edges
     "self",  # decode against one-shot prefill of the same tokens, of one producer
 )
@@ -116,10 +116,10 @@ def row_groups(comparison: Comparison, level: int) -> dict[str, np.ndarray]:
 
 
 def _after_document_start(comparison: Comparison) -> np.ndarray:
-    """[R] bool: at most 63 positions after a document's start inside its segment."""
+    """[R] bool: at most 63 positions after a document's start, the segment's own included."""
     near = np.zeros(len(comparison.pos), dtype=bool)
     for index, segment in enumerate(comparison.segments):
-        starts = np.array([start for start in segment.documents if start > 0])
+        starts = np.array(segment.documents)
         if starts.size:
             rows = np.nonzero(comparison.segment == index)[0]
             distance = comparison.pos[rows, None] - starts[None, :]
