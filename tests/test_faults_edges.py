@@ -31,11 +31,11 @@ def test_any_length_has_few_rows_in_order(context_len):
 
 
 def test_the_prompts_first_tokens_belong_to_the_document_gate():
-    pos = prefill_positions(512, 256, (0, 400))
+    pos = prefill_positions(512, 256, (0, 150))
     count = len(pos)
     blank = np.zeros(count)
     comparison = Comparison(
-        segments=(Segment("a", "prose", 512, 8, (0, 400)),),
+        segments=(Segment("a", "prose", 512, 8, (0, 150)),),
         segment=np.zeros(count, np.int64),
         pos=pos.astype(np.int64),
         phase=np.full(count, PREFILL, np.uint8),
@@ -46,7 +46,7 @@ def test_the_prompts_first_tokens_belong_to_the_document_gate():
         reference_manifest={"prefill_window": 256},
     )  # fmt: skip
     groups = {name: set(pos[rows].tolist()) for name, rows in row_groups(comparison, 1).items()}
-    assert groups["edge_document"] == {0, 1, 3, 400, 401, 403}
+    assert groups["edge_document"] == {0, 1, 3, 150, 151, 153}
     assert groups["edge_window"] == {256, 257, 259}
     assert groups["last"] == {511}
     assert groups["edge_chunk"] == set(pos.tolist()) - {511} - (
