@@ -57,12 +57,45 @@ class Producer(Protocol):
         ...
 
 
+class Checkpoint:
+    """A model directory, read once for all the producers that share it.
+
+    The weights of the last dtype asked for stay in memory: policies that differ in anything else
+    load and hash nothing again.
+    """
+
+    def __init__(
+        self, directory: str | Path, mesh: Mesh | None = None, progress: bool = False
+    ) -> None:
+        self.directory, self.mesh, self._progress = Path(directory), mesh, progress
+        self.config = ModelConfig.from_directory(directory)
+        self._held: tuple[str, dict[str, Any]] | None = None
+
+    def params(self, dtype: str) -> dict[str, Any]:
+        """The parameter tree, matrices held in `dtype` (bfloat16, float16 or float32)."""
+        if self._held is None or self._held[0] != dtype:
+            self._held = None  # the old ones may go before the new ones come
+            loaded = load_params(
+                self.directory, self.config, dtype=dtype, mesh=self.mesh, progress=self._progress
+            )
+            self._held = dtype, loaded
+        return self._held[1]
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """A manifest's `model` and `tokenizer_sha256`."""
+        return model_identity(self.directory, self.config)
+
+
 class JaxProducer:
-    """Our own model. `hidden=True` adds per-layer sketches of the residual stream."""
+    """Our own model. `hidden=True` adds per-layer sketches of the residual stream.
+
+    `directory` is an HF directory, or a `Checkpoint` that several producers share (with its mesh).
+    """
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | Path | Checkpoint,
         policy: Policy,
         kernels: Mapping[str, Kernel] | None = None,
         *,
@@ -70,9 +103,12 @@ class JaxProducer:
         hidden: bool = False,
         progress: bool = False,
     ) -> None:
-        self.directory, self.policy, self.mesh, self.hidden = Path(directory), policy, mesh, hidden
+        if not isinstance(directory, Checkpoint):
+            directory = Checkpoint(directory, mesh, progress)
+        self.checkpoint, self.mesh = directory, directory.mesh
+        self.policy, self.hidden = policy, hidden
         self.kernels = dict(kernels or {})
-        config = self.config = ModelConfig.from_directory(directory)
+        config = self.config = self.checkpoint.config
         self.vocab_size = config.vocab_size
         policy.validate_layers(config.num_layers, config.layer_types)
         check_policy(self.kernels, policy)
@@ -84,17 +120,15 @@ class JaxProducer:
                 " before jax has started.",
                 "Import kernjax first, leave that flag out of XLA_FLAGS, or take jax 0.12.",
             )
-        params = load_params(
-            directory, config, dtype=_load_dtype(policy.weights), mesh=mesh, progress=progress
-        )
-        decoder = Decoder(config, rounded(params, config, policy.weights))
-        execution = plan_execution(policy, config.num_layers, self.kernels)
-        self._scorer = Scorer(decoder, execution, policy.prefill_window, hidden=hidden)
+        params = self.checkpoint.params(_load_dtype(policy.weights))
+        self.decoder = Decoder(config, rounded(params, config, policy.weights))
+        self.execution = plan_execution(policy, config.num_layers, self.kernels)
+        self._scorer = Scorer(self.decoder, self.execution, policy.prefill_window, hidden=hidden)
 
     def identity(self) -> dict[str, Any]:
         shape = [self.config.num_layers, SKETCH_DIM]
         return {
-            **model_identity(self.directory, self.config),
+            **self.checkpoint.identity,
             "policy": self.policy.to_dict(),
             "kernels": {op: kernel.to_dict() for op, kernel in sorted(self.kernels.items())},
             "engine": "jax",

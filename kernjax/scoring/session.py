@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from kernjax.base.resources import demo_recording, model_directory
 from kernjax.plugins import Kernel
 from kernjax.precision import Policy
 from kernjax.recording import Recording, load_recording
-from kernjax.scoring.producer import JaxProducer
+from kernjax.scoring.producer import Checkpoint, JaxProducer
 from kernjax.scoring.recorder import Progress, limited, record_corpus
 from kernjax.texts import Corpus, load_corpus
 from kernjax.weights import parse_mesh
@@ -70,18 +71,30 @@ class Session:
             mesh,
         )
 
+    @functools.cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The model's files, read once for every producer of the session."""
+        return Checkpoint(self.model, None if self.mesh is None else parse_mesh(self.mesh))
+
+    def producer(self, policy: Policy, kernels: Mapping[str, Kernel] | None = None) -> JaxProducer:
+        """A producer on the session's weights."""
+        return JaxProducer(self.checkpoint, policy, kernels)
+
     def record(
         self,
-        policy: Policy,
+        producer: Policy | JaxProducer,
         out: Path,
         kernels: Mapping[str, Kernel] | None = None,
         *,
         limit: int | None = None,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> Recording:
-        """Records `policy` at the reference's ids into `out`, or goes on with what is there."""
-        mesh = None if self.mesh is None else parse_mesh(self.mesh)
-        producer = JaxProducer(self.model, policy, kernels, mesh=mesh)
+        """Records a policy with `kernels`, or a producer of this session, at the reference's ids.
+
+        Into `out`, or goes on with what is there.
+        """
+        if isinstance(producer, Policy):
+            producer = self.producer(producer, kernels)
         record_corpus(
             producer,
             limited(self.corpus, limit),
