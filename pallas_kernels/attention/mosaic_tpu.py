@@ -1,0 +1,395 @@
+"""Flash attention for TPU (Pallas, Mosaic): prefill, and decode with split keys.
+
+One kernel serves both. A grid step holds rows of scores - `heads` query heads of one key head times
+`block_q` tokens - and meets `block_kv` keys, `block_k` at a time (FlashAttention-2,
+arXiv:2307.08691, with the rounding sites of `AttentionFormats`):
+
+    s = q . k                          m' = max(m, max s - shift)
+    p = exp2((s - m') c)               c = scale * k_scale * log2(e)
+    l' = l exp2((m - m') c) + sum p    acc' = acc exp2((m - m') c) + round(p) . v
+    o = acc / l
+
+- Scores stay as the dot leaves them: the softmax's scale, the cache's scale and log2(e) are the one
+  factor c, and `shift` = log2(p.scale) / c lifts P onto the scaled grid, so that e4m3 x448 costs no
+  multiplication over e4m3. l and acc both carry p.scale, which their quotient cancels.
+- l is summed per lane, and over lanes once at the end.
+- Operands whose values are bfloat16 (bf16 formats, bf16 and fp8 caches, e4m3 P) are multiplied as
+  bfloat16. Float32 P on a bfloat16 V is cut into three bfloat16 pieces, which is exact.
+- Key blocks that no query of the step can see are neither loaded nor computed, those that all of
+  them see need no mask; the grid ends at the last key in use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import kernel_rounding
+from pallas_kernels.attention.formats import AttentionFormats
+from pallas_kernels.attention.operands import Operands, prepare
+from pallas_kernels.attention.tiles import Tiles, choose, round_up
+
+_LANES = 128
+_LOG2_E = math.log2(math.e)
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+_NT = (((1,), (1,)), ((), ()))  # [m, k] x [n, k] -> [m, n]
+_NN = (((1,), (0,)), ((), ()))  # [m, k] x [k, n] -> [m, n]
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    q_offset: jax.Array,
+    kv_length: jax.Array,
+    scale: float | jax.Array | None = None,
+    k_scale: float | jax.Array = 1.0,
+    v_scale: float | jax.Array = 1.0,
+    layer: jax.Array | None = None,
+    formats: AttentionFormats = AttentionFormats(),  # noqa: B008 - frozen
+    tiles: Tiles | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Attention outputs [B, T, N, Hv] float32; arguments as `pallas_kernels.attention.prefill`.
+
+    `tiles` None is `tiles.choose`. With rounded P, more than one split changes bits: every split
+    then has a running maximum of its own. `interpret` is `pallas_call`'s: False compiles for TPU,
+    True runs anywhere, `pltpu.InterpretParams(...)` also watches memory and races.
+
+    NotImplementedError for formats or tiles that the kernel has not.
+    """
+    if layer is not None:
+        k, v = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    tiles = choose(q, k, formats) if tiles is None else tiles
+    _refuse(q, k, v, formats, tiles)
+    operands = prepare(q, k, v, scale, k_scale, v_scale, formats, tiles)
+    accs, sums, maxima = _call(operands, q_offset, kv_length, formats, tiles, interpret)
+    o = accs[0] if tiles.splits == 1 else _merge(accs, sums, maxima, operands.log2_factor)
+    return operands.unpack(o)
+
+
+def mosaic_tpu(q: jax.Array, k: jax.Array, v: jax.Array, **rest: Any) -> jax.Array:
+    """`attention` compiled for TPU. NotImplementedError on any other platform."""
+    if jax.default_backend() != "tpu":
+        raise NotImplementedError(
+            f"mosaic_tpu attention runs on TPU; this is {jax.default_backend()!r}"
+            " ('mosaic_tpu_interpret' runs the same kernel anywhere, slowly)."
+        )
+    return attention(q, k, v, **rest)
+
+
+def mosaic_tpu_interpret(q: jax.Array, k: jax.Array, v: jax.Array, **rest: Any) -> jax.Array:
+    """`attention` in the plain Pallas interpreter, on any platform: for tests and for plugging in.
+
+    Callable as `attention.prefill` and `attention.decode` are.
+    """
+    return attention(q, k, v, interpret=True, **rest)
+
+
+def _refuse(
+    q: jax.Array, k: jax.Array, v: jax.Array, formats: AttentionFormats, tiles: Tiles
+) -> None:
+    """NotImplementedError naming the first format or tile that the kernel has not."""
+    where = "mosaic_tpu attention:"
+    if jnp.float64 in (q.dtype, k.dtype, v.dtype):
+        raise NotImplementedError(f"{where} float64; use 'reference'.")
+    for site in ("m", "l", "acc"):
+        if not getattr(formats, site).is_exact:
+            raise NotImplementedError(
+                f"{where} formats.{site}={getattr(formats, site)} is not f32: the running maximum,"
+                " sum and accumulator stay float32 here; use 'xla' to emulate."
+            )
+    p = formats.p
+    if p.dtype == "float16" and p.scale * 2**formats.rescale_threshold >= 65_520:
+        raise NotImplementedError(
+            f"{where} formats.p={p} with rescale_threshold={formats.rescale_threshold} overflows"
+            " float16."
+        )
+    if not formats.is_tile_independent:
+        whole = tiles.block_k >= k.shape[1] and formats.block_k >= k.shape[1]
+        if tiles.block_k != formats.block_k and not whole:
+            raise NotImplementedError(
+                f"{where} tiles.block_k={tiles.block_k} with formats.block_k={formats.block_k}:"
+                " bits of these formats depend on it."
+            )
+    if tiles.fp8_dot and not (p.dtype == v.dtype.name == "float8_e4m3fn" and formats.v.is_exact):
+        raise NotImplementedError(
+            f"{where} tiles.fp8_dot with formats.p={p} and v stored as {v.dtype}, rounded to"
+            f" {formats.v}; both must be float8_e4m3fn."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What the kernel body needs to know at trace time."""
+
+    formats: AttentionFormats
+    tiles: Tiles
+    tokens: int
+    capacity: int
+
+    @property
+    def lanes(self) -> int:
+        """Partial sums of l per row."""
+        return _LANES if self.tiles.block_k % _LANES == 0 else self.tiles.block_k
+
+    def bounds(self, i, offset, length):
+        """(seen, end) of query block i: all its rows see the keys below `seen`, none one from
+        `end` on."""
+        first = offset + i * self.tiles.block_q
+        last = jnp.minimum(first + self.tiles.block_q, offset + self.tokens)
+        length = jnp.minimum(length, self.capacity)
+        return jnp.minimum(first + 1, length), jnp.minimum(last, length)
+
+
+def _call(
+    operands: Operands,
+    q_offset: jax.Array,
+    kv_length: jax.Array,
+    formats: AttentionFormats,
+    tiles: Tiles,
+    interpret: Any,
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """Per split: o (normalised only where there is one split), l and m, all over packed rows."""
+    q, k, v = operands.q, operands.k, operands.v
+    batch, units, blocks, rows, width = q.shape
+    groups, capacity = k.shape[1:3]
+    v_width = v.shape[3]
+    plan = _Plan(formats, tiles, operands.tokens, capacity)
+    # The grid ends at the last block that any query of the batch sees.
+    end = jnp.max(jnp.minimum(q_offset + operands.tokens, kv_length))
+    used = pl.cdiv(jnp.clip(end, 1, capacity), tiles.block_kv)
+    steps = pl.cdiv(used, tiles.splits).astype(jnp.int32)
+    factors = jnp.stack([operands.score_factor, operands.log2_factor, operands.shift])
+
+    def key_block(b, n, i, split, j, offset, length, steps):
+        _, end = plan.bounds(i, offset[b], length[b])
+        last = jnp.maximum(end - 1, 0) // tiles.block_kv
+        return b, n // (units // groups), jnp.minimum(split * steps[0] + j, last), 0
+
+    def row_block(b, n, i, split, j, *_):
+        return b, n, i, 0, 0
+
+    def split_block(b, n, i, split, j, *_):
+        return split, b, n, i, 0, 0
+
+    shape = (tiles.splits, batch, units, blocks, rows)
+    out_widths = (v_width,) if tiles.splits == 1 else (v_width, 1, 1)
+    outs = pl.pallas_call(
+        functools.partial(_kernel, plan=plan),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(batch, units, blocks, tiles.splits, steps),
+            in_specs=[
+                pl.BlockSpec(memory_space=pltpu.SMEM),
+                pl.BlockSpec((None, None, None, rows, width), row_block),
+                pl.BlockSpec((None, None, tiles.block_kv, width), key_block),
+                pl.BlockSpec((None, None, tiles.block_kv, v_width), key_block),
+            ],
+            out_specs=[
+                pl.BlockSpec((None, None, None, None, rows, w), split_block) for w in out_widths
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((rows, _LANES), jnp.float32),
+                pltpu.VMEM((rows, plan.lanes), jnp.float32),
+                pltpu.VMEM((rows, v_width), jnp.float32),
+            ],
+        ),
+        out_shape=[jax.ShapeDtypeStruct((*shape, w), jnp.float32) for w in out_widths],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=_vmem_limit(plan, q, k, v),
+        ),
+        cost_estimate=_cost(operands, plan),
+        interpret=interpret,
+        name=f"attention_q{tiles.block_q}x{tiles.heads}_k{tiles.block_k}_kv{tiles.block_kv}",
+    )(q_offset, kv_length, steps[None], factors, q, k, v)
+    if tiles.splits == 1:
+        return [outs[0][0]], [], []
+    return tuple(list(out) for out in outs)
+
+
+def _kernel(
+    offset_ref, length_ref, steps_ref, factors_ref, q_ref, k_ref, v_ref, *refs, plan: _Plan
+) -> None:  # fmt: skip
+    """One grid step: q_ref [rows, H], k_ref [block_kv, H], v_ref [block_kv, Hv]."""
+    *out_refs, m_ref, l_ref, acc_ref = refs
+    b, i, split, j = (pl.program_id(axis) for axis in (0, 2, 3, 4))
+    tiles = plan.tiles
+    seen, end = plan.bounds(i, offset_ref[b], length_ref[b])
+    start = (split * steps_ref[0] + j) * tiles.block_kv
+
+    @pl.when(j == 0)
+    def _():
+        m_ref[...] = jnp.full(m_ref.shape, _LOWEST, jnp.float32)
+        l_ref[...] = jnp.zeros(l_ref.shape, jnp.float32)
+        acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
+
+    step = functools.partial(
+        _softmax_step, factors_ref, q_ref, k_ref, v_ref, m_ref, l_ref, acc_ref, plan
+    )
+
+    @pl.when(start + tiles.block_kv <= seen)
+    def _():
+        for sub in range(0, tiles.block_kv, tiles.block_k):
+            step(sub, None)
+
+    @pl.when((start + tiles.block_kv > seen) & (start < end))
+    def _():
+        # Row r holds token r % block_q, and sees the keys below its limit.
+        row = jax.lax.broadcasted_iota(jnp.int32, (tiles.rows, _LANES), 0)
+        first = offset_ref[b] + i * tiles.block_q
+        token = first + (row & jnp.int32(tiles.block_q - 1))
+        length = jnp.minimum(length_ref[b], plan.capacity)
+        limit = jnp.minimum(token + 1, length)
+        for sub in range(0, tiles.block_kv, tiles.block_k):
+
+            @pl.when(start + sub < end)
+            def _(sub=sub):
+                step(sub, (limit - (start + sub), length - (start + sub)))
+
+    @pl.when(j == steps_ref[0] - 1)
+    def _():
+        total = jnp.sum(l_ref[...], axis=1, keepdims=True)
+        acc = acc_ref[...]
+        if tiles.splits == 1:
+            out_refs[0][...] = acc / jnp.where(total == 0, jnp.float32(1), total)
+        else:
+            for ref, value in zip(out_refs, (acc, total, m_ref[:, :1]), strict=True):
+                ref[...] = value
+
+
+def _softmax_step(factors_ref, q_ref, k_ref, v_ref, m_ref, l_ref, acc_ref, plan, sub, limits):
+    """Keys sub .. sub + block_k of the loaded ones; `limits` None where every row sees them all,
+    else (keys each row sees [rows, 128], keys that hold anything at all)."""
+    tiles, formats = plan.tiles, plan.formats
+    block_k, rows = tiles.block_k, tiles.rows
+    keys = pl.ds(sub, block_k)
+    factor, shift = factors_ref[1], factors_ref[2]
+
+    s = _dot(q_ref[...], k_ref[keys, :], _NT, formats.dot)
+    if not formats.scores.is_exact:
+        s = kernel_rounding.round_to(s * factors_ref[0], formats.scores)
+    if limits is not None:
+        key = jax.lax.broadcasted_iota(jnp.int32, (rows, block_k), 1)
+        s = jnp.where(key < _widen(limits[0], block_k), s, -jnp.inf)
+
+    m = m_ref[...]
+    m_new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True) - shift)
+    if formats.rescale_threshold > 0:
+        risen = (m_new - m) * factor > jnp.float32(formats.rescale_threshold)
+        m_new = jnp.where(risen, m_new, m)
+    p = jnp.exp2((s - _widen(m_new, block_k)) * factor)
+    alpha = jnp.exp2((m - m_new) * factor)
+
+    v = v_ref[keys, :]
+    if limits is not None:
+        # 0 * NaN is NaN: unused slots are cleared, not only masked in the scores.
+        row = jax.lax.broadcasted_iota(jnp.int32, v.shape, 0)
+        v = jnp.where(row < limits[1], v.astype(_clearable(v.dtype)), 0)
+    pv, rounded = _weighted_values(p, v, plan)
+    summed = rounded if formats.row_sum == "rounded" else p
+    parts = [summed[:, c : c + plan.lanes] for c in range(0, block_k, plan.lanes)]
+    l_ref[...] = l_ref[...] * _widen(alpha, plan.lanes) + sum(parts[1:], parts[0])
+    acc_ref[...] = acc_ref[...] * _widen(alpha, acc_ref.shape[1]) + pv
+    m_ref[...] = m_new
+
+
+def _weighted_values(p: jax.Array, v: jax.Array, plan: _Plan) -> tuple[jax.Array, jax.Array]:
+    """(round(p) . v, round(p)) for p on the scaled grid."""
+    formats = plan.formats
+    fmt = formats.p
+    top = fmt.scale * 2.0**formats.rescale_threshold
+    in_range = fmt.dtype != "float8_e4m3fn" or top <= 448
+    cast_only = fmt.dtype == "bfloat16" and formats.row_sum == "unrounded"
+    if cast_only and v.dtype != jnp.float32:
+        return _dot(p.astype(jnp.bfloat16), v, _NN, formats.dot), p
+    rounded = kernel_rounding.round_on_grid(p, fmt, in_range=in_range)
+    if plan.tiles.fp8_dot:
+        p8 = rounded.astype(jnp.float8_e4m3fn)
+        return _dot(p8, v.astype(jnp.float8_e4m3fn), _NN, formats.dot), rounded
+    if v.dtype == jnp.float32:
+        return _dot(rounded, v, _NN, formats.dot), rounded
+    if kernel_rounding.fits_bfloat16(fmt):
+        return _dot(rounded.astype(jnp.bfloat16), v, _NN, formats.dot), rounded
+    if formats.dot == "default":
+        return _dot(rounded, v.astype(jnp.float32), _NN, formats.dot), rounded
+    pieces = kernel_rounding.bfloat16_pieces(rounded, 2 if _fits_two(fmt) else 3)
+    dots = [_dot(piece, v, _NN, formats.dot) for piece in pieces]
+    return sum(dots[1:], dots[0]), rounded
+
+
+def _fits_two(fmt) -> bool:
+    """Whether two bfloat16 (16 mantissa bits, hidden ones included) hold the format's values."""
+    return fmt.dtype == "float16" or (fmt.mantissa_bits or 23) <= 15
+
+
+def _dot(x: jax.Array, y: jax.Array, dimensions: Any, dot: str) -> jax.Array:
+    """float32 product; bfloat16 operands multiply exactly, float32 ones need HIGHEST for it."""
+    if x.dtype == y.dtype == jnp.float8_e4m3fn:
+        pass
+    elif jnp.float32 in (x.dtype, y.dtype):
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    else:
+        x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+    exact = dot == "highest" and x.dtype == jnp.float32
+    return jax.lax.dot_general(
+        x, y, dimensions, preferred_element_type=jnp.float32,
+        precision=jax.lax.Precision.HIGHEST if exact else None,
+    )  # fmt: skip
+
+
+def _clearable(dtype: jnp.dtype) -> jnp.dtype:
+    """float8 vectors have no select: they are cleared as bfloat16."""
+    return jnp.dtype(jnp.bfloat16) if dtype == jnp.float8_e4m3fn else dtype
+
+
+def _widen(x: jax.Array, width: int) -> jax.Array:
+    """x [rows, 128], equal along its lanes, as [rows, width]."""
+    if width % _LANES == 0:
+        return jnp.tile(x, (1, width // _LANES)) if width > _LANES else x
+    if width < _LANES:
+        return x[:, :width]
+    return jnp.broadcast_to(x[:, :1], (x.shape[0], width))
+
+
+def _merge(
+    accs: list[jax.Array], sums: list[jax.Array], maxima: list[jax.Array], factor: jax.Array
+) -> jax.Array:
+    """Unnormalised outputs, sums and maxima of the splits as one softmax's output."""
+    m = functools.reduce(jnp.maximum, maxima)
+    weights = [jnp.exp2((part - m) * factor) for part in maxima]
+    total = sum(w * part for w, part in zip(weights, sums, strict=True))
+    acc = sum(w * a for w, a in zip(weights, accs, strict=True))
+    return acc / jnp.where(total == 0, jnp.float32(1), total)
+
+
+def _vmem_limit(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array) -> int:
+    """Bytes of vector memory the kernel may take: its blocks twice, state, and step temporaries."""
+    tiles = plan.tiles
+    rows, width, v_width = tiles.rows, round_up(q.shape[-1], 128), round_up(v.shape[-1], 128)
+    blocks = rows * (width * q.dtype.itemsize + v_width * 4)
+    blocks += tiles.block_kv * (width * k.dtype.itemsize + v_width * v.dtype.itemsize)
+    state = 4 * rows * (2 * _LANES + v_width)
+    scores = 4 * rows * round_up(tiles.block_k, 128)
+    return min(2 * blocks + state + 8 * scores + (4 << 20), 100 << 20)
+
+
+def _cost(operands: Operands, plan: _Plan) -> pl.CostEstimate:
+    """As if every query saw half of the cache: XLA schedules by it, nothing else reads it."""
+    q, k, v = operands.q, operands.k, operands.v
+    pairs = math.prod(q.shape[:4]) * k.shape[2] // 2
+    return pl.CostEstimate(
+        flops=2 * pairs * (q.shape[-1] + v.shape[-1]),
+        transcendentals=pairs,
+        bytes_accessed=q.nbytes + k.nbytes + v.nbytes + math.prod(q.shape[:4]) * v.shape[-1] * 4,
+    )
