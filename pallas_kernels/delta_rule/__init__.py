@@ -12,15 +12,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import implementations
-from pallas_kernels.delta_rule import reference, xla
+from pallas_kernels.delta_rule import mosaic, reference, xla
 from pallas_kernels.delta_rule.formats import DeltaRuleFormats
 
-__all__ = ["CHUNKED", "MAX_STEPS", "RECURRENT", "DeltaRuleFormats", "chunked", "recurrent"]
+__all__ = [
+    "CHUNKED",
+    "MAX_STEPS",
+    "RECURRENT",
+    "DeltaRuleFormats",
+    "chunked",
+    "chunked_mosaic_tpu",
+    "chunked_mosaic_tpu_interpret",
+    "recurrent",
+    "recurrent_mosaic_tpu",
+    "recurrent_mosaic_tpu_interpret",
+]
 
 MAX_STEPS = 8
 
@@ -31,10 +43,14 @@ CHUNKED: dict[str, Callable[..., _Results]] = {
     "recurrence": reference.recurrence,
     "reference": reference.chunked,
     "xla": xla.chunked,
+    "mosaic_tpu": mosaic.tpu("chunked"),
+    "mosaic_tpu_interpret": mosaic.tpu_interpret("chunked"),
 }
 RECURRENT: dict[str, Callable[..., _Results]] = {
     "reference": reference.recurrent,
     "xla": xla.recurrent,
+    "mosaic_tpu": mosaic.tpu("recurrent"),
+    "mosaic_tpu_interpret": mosaic.tpu_interpret("recurrent"),
 }
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -102,6 +118,26 @@ def recurrent(
         "delta_rule.recurrent", RECURRENT, implementation, q, k, v, g, beta, state,
         lengths=lengths, scale=scale, formats=formats,
     )  # fmt: skip
+
+
+def chunked_mosaic_tpu(*args: Any, **kwargs: Any) -> _Results:
+    """`chunked` by the TPU kernel: a plug-in's name for `implementation="mosaic_tpu"`."""
+    return chunked(*args, implementation="mosaic_tpu", **kwargs)
+
+
+def chunked_mosaic_tpu_interpret(*args: Any, **kwargs: Any) -> _Results:
+    """`chunked` by the same kernel in the plain Pallas interpreter, on any machine."""
+    return chunked(*args, implementation="mosaic_tpu_interpret", **kwargs)
+
+
+def recurrent_mosaic_tpu(*args: Any, **kwargs: Any) -> _Results:
+    """`recurrent` by the TPU kernel."""
+    return recurrent(*args, implementation="mosaic_tpu", **kwargs)
+
+
+def recurrent_mosaic_tpu_interpret(*args: Any, **kwargs: Any) -> _Results:
+    """`recurrent` by the same kernel in the plain Pallas interpreter, on any machine."""
+    return recurrent(*args, implementation="mosaic_tpu_interpret", **kwargs)
 
 
 def _check(op, q, k, v, g, beta, state, lengths, scale, formats) -> float:
