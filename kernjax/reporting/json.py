@@ -57,7 +57,7 @@ def verdict_line(verdict: Verdict, wall_s: float | None = None) -> dict[str, Any
         }
     if "incumbent" in parties:
         value["incumbent"] = {**parties["incumbent"], "rows": verdict.incumbent}
-    return _plain(value)
+    return plain(value)
 
 
 def write_files(
@@ -69,8 +69,8 @@ def write_files(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return [
-            _write(folder / VERDICT_FILE, data),
-            _write(folder / TEXT_FILE, render_text(verdict)),
+            write_text(folder / VERDICT_FILE, data),
+            write_text(folder / TEXT_FILE, render_text(verdict)),
         ]
     except OSError as error:
         raise UserError(
@@ -79,7 +79,8 @@ def write_files(
         ) from error
 
 
-def _write(path: Path, text: str) -> Path:
+def write_text(path: Path, text: str) -> Path:
+    """Writes the file, whole or not at all; OSError as it comes."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -93,15 +94,15 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Dataclasses as dicts, tuples as lists, NaN and infinity as null, enumerations as text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
-        return {field.name: _plain(getattr(value, field.name)) for field in fields}
+        return {field.name: plain(getattr(value, field.name)) for field in fields}
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, str):
         return str(value)
     if isinstance(value, float):

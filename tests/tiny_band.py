@@ -1,0 +1,44 @@
+"""A band for the tiny checkpoint, from one recorded run: its differences with other signs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from kernjax.judge import Band, calibrate
+from kernjax.recording import Recording, load_recording
+
+
+def write_band(reference: str | Path, run: str | Path, out: Path, count: int = 5) -> Band:
+    """Saves a band whose normals err as much as `run` does, row by row, each in its own way.
+
+    To second order KL does not see the sign of a logit error: reversed at random rows it gives a
+    producer of the same size that shares no errors with the others.
+    """
+    truth, actual = load_recording(reference), load_recording(run)
+    band = calibrate(truth, [_variant(truth, actual, seed) for seed in range(count)])
+    band.save(out)
+    return band
+
+
+def _variant(truth: Recording, actual: Recording, seed: int) -> Recording:
+    rng = np.random.default_rng([3, seed])
+    sign = rng.choice([-1.0, 1.0], len(truth)) * (1 + 0.02 * rng.standard_normal())
+    raw = {
+        name: getattr(truth, name)
+        + sign.reshape(-1, *[1] * (getattr(truth, name).ndim - 1))
+        * (getattr(actual, name).astype(np.float64) - getattr(truth, name))
+        for name in ("top_logprobs", "tail_logprob", "target_logprobs", "margins")
+    }
+    total = np.logaddexp(np.logaddexp.reduce(raw["top_logprobs"], axis=1), raw["tail_logprob"])
+    raw["top_logprobs"] -= total[:, None]
+    raw["tail_logprob"] -= total
+    manifest = {**actual.manifest, "policy": {"name": "x", "text": f"variant {seed}"}}
+    return dataclasses.replace(
+        actual,
+        path=f"variant {seed}",
+        manifest=manifest,
+        **{name: values.astype(np.float32) for name, values in raw.items()},
+    )
