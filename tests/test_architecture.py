@@ -27,6 +27,9 @@ ALLOWED = {
         "base", "model", "weights", "precision", "plugins", "recording", "texts", "pallas_kernels",
     },
     "engines": {"base", "model", "scoring", "precision", "texts", "weights"},
+    "faults": {
+        "base", "model", "precision", "plugins", "scoring", "recording", "judge", "pallas_kernels",
+    },
     "demo": {
         "base", "model", "weights", "scoring", "precision", "texts", "recording", "judge",
         "pallas_kernels",
