@@ -151,3 +151,24 @@ def _round_narrow(y: jax.Array, dtype: str) -> jax.Array:
     step = jnp.float32(2.0 ** (exponent - mantissa))
     subnormal = jnp.round(y / step) * step
     return jnp.where(jnp.abs(y) < jnp.float32(2.0**exponent), subnormal, normal)
+
+
+def bits_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """The unsigned integers that `as_bits` turns floats of `dtype` into; wide floats stay."""
+    width = jnp.dtype(dtype).itemsize
+    return jnp.dtype(dtype) if width >= 4 else jnp.dtype(f"uint{8 * width}")
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+    """x, narrow floats as unsigned integers of the same bits.
+
+    XLA's CPU backend slices no bfloat16: a loop over slices of a narrow cache would take the whole
+    cache to float32 first. Integers it slices as they are.
+    """
+    dtype = bits_dtype(x.dtype)
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+
+
+def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The floats of `dtype` whose bits these are: the inverse of `as_bits`."""
+    return bits if bits.dtype == dtype else jax.lax.bitcast_convert_type(bits, dtype)

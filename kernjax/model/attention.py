@@ -17,7 +17,7 @@ from kernjax.model.config import ModelConfig
 from kernjax.model.delta_net import MLP
 from kernjax.model.execution import LayerPlan
 from kernjax.model.layers import linear, rms_norm, rotary_angles, rotate, rounder
-from pallas_kernels.formats import round_to, store
+from pallas_kernels.formats import Format, as_bits, store
 
 
 class AttentionLayer(nnx.Module):
@@ -87,17 +87,16 @@ class AttentionLayer(nnx.Module):
         q, k = rotate(q, angles, policy), rotate(k, angles, policy)
 
         kv = policy.kv_cache
-        keys = write_cache(keys, _scaled(k, kv.k_scale, kv.k), index, start)
-        values = write_cache(values, _scaled(v, kv.v_scale, kv.v), index, start)
-        attend = plan.op("attention.decode" if decode else "attention.prefill")
-        o = attend(
+        keys = write_cache(keys, _stored(k, kv.k_scale, kv.k), index, start)
+        values = write_cache(values, _stored(v, kv.v_scale, kv.v), index, start)
+        o = plan.attend(
+            "attention.decode" if decode else "attention.prefill",
             q,
-            jax.lax.dynamic_index_in_dim(keys, index, keepdims=False),
-            jax.lax.dynamic_index_in_dim(values, index, keepdims=False),
+            keys,
+            values,
+            index,
             q_offset=jnp.full((batch,), start, jnp.int32),
             kv_length=jnp.full((batch,), start + count, jnp.int32),
-            k_scale=kv.k_scale,
-            v_scale=kv.v_scale,
             formats=policy.attention,
         )
         gate = r(jax.nn.sigmoid(linear(x, self.gate[...], policy).astype(jnp.float32)))
@@ -105,14 +104,14 @@ class AttentionLayer(nnx.Module):
         return linear(store(o, policy.activations), self.o[...], policy), keys, values
 
 
-def _scaled(x: jax.Array, scale: float, fmt: Any) -> jax.Array:
-    """x as it lies in the cache: divided by the cache's scale, rounded to its format."""
+def _stored(x: jax.Array, scale: float, fmt: Format) -> jax.Array:
+    """x as it lies in the cache: divided by the cache's scale, in the format's storage dtype."""
     x = x.astype(jnp.float32)
-    return round_to(x if scale == 1.0 else x / jnp.float32(scale), fmt)
+    return store(x if scale == 1.0 else x / jnp.float32(scale), fmt)
 
 
 def write_cache(cache: jax.Array, new: jax.Array, index: jax.Array, start: jax.Array) -> jax.Array:
     """cache [layers, B, S, G, H] with new [B, T, G, H] at [index, :, start : start + T]."""
-    return jax.lax.dynamic_update_slice(
-        cache, new[None].astype(cache.dtype), (index, 0, start, 0, 0)
-    )
+    narrow = jnp.issubdtype(cache.dtype, jnp.integer)
+    new = as_bits(new) if narrow else new.astype(cache.dtype)
+    return jax.lax.dynamic_update_slice(cache, new[None], (index, 0, start, 0, 0))

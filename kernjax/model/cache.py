@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from kernjax.model.config import ModelConfig
 from kernjax.model.execution import Execution
+from pallas_kernels.formats import bits_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -16,8 +17,8 @@ from kernjax.model.execution import Execution
 class Cache:
     """State of B sequences after `length` tokens; the leading axis runs over layers of one kind.
 
-    - keys, values: [full layers, B, S, G, H] in the KV cache's storage dtype, S the capacity;
-      slots from `length` on are undefined.
+    - keys, values: [full layers, B, S, G, H], the bits (`pallas_kernels.formats.as_bits`) of the
+      KV cache's storage dtype, S the capacity; slots from `length` on are undefined.
     - conv: [linear layers, B, conv_kernel - 1, C], the last inputs of the causal convolution.
     - state: [linear layers, B, Hv, K, V] float32, already rounded to the state's format.
     - length: int32 [], tokens seen; the same for all rows (a batch holds one depth).
@@ -45,8 +46,10 @@ def init_cache(config: ModelConfig, execution: Execution, batch: int, capacity: 
     )
     state_shape = (config.linear_value_heads, config.linear_key_dim, config.linear_value_dim)
     return Cache(
-        keys=jnp.zeros(kv_shape, execution.container(lambda policy: policy.kv_cache.k)),
-        values=jnp.zeros(kv_shape, execution.container(lambda policy: policy.kv_cache.v)),
+        keys=jnp.zeros(kv_shape, bits_dtype(execution.container(lambda policy: policy.kv_cache.k))),
+        values=jnp.zeros(
+            kv_shape, bits_dtype(execution.container(lambda policy: policy.kv_cache.v))
+        ),
         conv=jnp.zeros(
             (linear, batch, config.conv_kernel - 1, channels),
             execution.container(lambda policy: policy.activations),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kernjax.precision import LayerPolicy, Policy
-from pallas_kernels.formats import Format
+from pallas_kernels.formats import Format, from_bits
 from pallas_kernels.ops import OPS
 
 Op = Callable[..., jax.Array | tuple[jax.Array, jax.Array]]
@@ -28,6 +29,35 @@ class LayerPlan:
         if (kernel := dict(self.kernels).get(name)) is not None:
             return kernel
         return functools.partial(OPS[name], implementation=self.policy.implementation(name))
+
+    def attend(
+        self,
+        name: str,
+        q: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        layer: jax.Array,
+        **rest: Any,
+    ) -> jax.Array:
+        """Attention op `name` over row `layer` of the cached stacks `Cache.keys` and `.values`.
+
+        Ours reads the stacks in place; a plug-in has the signature for one layer and gets a copy.
+        """
+        stored = self.policy.kv_cache
+        caches = ((keys, stored.k), (values, stored.v))
+        if name in dict(self.kernels):
+            caches = tuple(
+                (jax.lax.dynamic_index_in_dim(bits, layer, keepdims=False), fmt)
+                for bits, fmt in caches
+            )
+        else:
+            rest["layer"] = layer
+        # Integers hold one narrow format for all layers; where layers differ, floats do.
+        k, v = (
+            from_bits(x, fmt.storage_dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x
+            for x, fmt in caches
+        )
+        return self.op(name)(q, k, v, k_scale=stored.k_scale, v_scale=stored.v_scale, **rest)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,9 +100,12 @@ def check_output(
 
 @functools.cache
 def signature(op: str) -> inspect.Signature:
-    """What a plug-in for `op` is called with: the public signature less `implementation`."""
+    """What a plug-in for `op` is called with: the public signature, less what it never sees.
+
+    `implementation` chooses among ours; `layer` is taken out of the stack before the call.
+    """
     public = inspect.signature(OPS[op])
-    kept = [p for p in public.parameters.values() if p.name != "implementation"]
+    kept = [p for p in public.parameters.values() if p.name not in ("implementation", "layer")]
     return public.replace(parameters=kept)
 
 

@@ -3,32 +3,63 @@
 `prefill` takes any number of query tokens, `decode` 1 to 8 of them; both read a cache of capacity
 S of which only the first `kv_length[b]` slots count: the rest may hold anything, NaN included.
 Implementations are listed in the tables PREFILL and DECODE; the equations are in
-`AttentionFormats`.
+`AttentionFormats`. `mosaic_tpu` runs on TPU, `mosaic_tpu_interpret` is the same kernel in the
+Pallas interpreter, anywhere.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import implementations
-from pallas_kernels.attention import reference, xla
+from pallas_kernels import implementations, tiling
+from pallas_kernels.attention import mosaic_tpu, reference, xla
 from pallas_kernels.attention.formats import AttentionFormats
+from pallas_kernels.attention.mosaic_tpu import mosaic_tpu_interpret
+from pallas_kernels.attention.tiles import Tiles, choose
 
-__all__ = ["DECODE", "MAX_DECODE_TOKENS", "PREFILL", "AttentionFormats", "decode", "prefill"]
+__all__ = [
+    "DECODE",
+    "MAX_DECODE_TOKENS",
+    "PREFILL",
+    "AttentionFormats",
+    "Tiles",
+    "decode",
+    "describe",
+    "mosaic_tpu_interpret",
+    "prefill",
+]
 
 MAX_DECODE_TOKENS = 8
 
+
+def _one_layer(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """An implementation for k [B, S, G, H] as one that also takes a stack and a `layer` of it."""
+
+    @functools.wraps(attention)
+    def of_stack(
+        q: jax.Array, k: jax.Array, v: jax.Array, *, layer: jax.Array | None, **rest: Any
+    ) -> jax.Array:
+        if layer is not None:
+            k, v = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (k, v))
+        return attention(q, k, v, **rest)
+
+    return of_stack
+
+
 PREFILL: dict[str, Callable[..., jax.Array]] = {
-    "reference": reference.attention,
+    "reference": _one_layer(reference.attention),
     "xla": xla.attention,
+    "mosaic_tpu": mosaic_tpu.mosaic_tpu,
+    "mosaic_tpu_interpret": mosaic_tpu_interpret,
 }
-DECODE: dict[str, Callable[..., jax.Array]] = {
-    "reference": reference.attention,
-    "xla": xla.attention,
-}
+# A decode step is a prefill of few tokens: the tiles differ, not the functions.
+DECODE: dict[str, Callable[..., jax.Array]] = dict(PREFILL)
+_CHOOSERS = {"mosaic_tpu": choose, "mosaic_tpu_interpret": choose}
 _STORED = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
@@ -42,6 +73,7 @@ def prefill(
     scale: float | None = None,
     k_scale: float | jax.Array = 1.0,
     v_scale: float | jax.Array = 1.0,
+    layer: jax.Array | None = None,
     formats: AttentionFormats = AttentionFormats(),  # noqa: B008 - frozen
     implementation: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
@@ -52,13 +84,17 @@ def prefill(
     j <= q_offset + t with j < kv_length, and a query that sees none returns 0. The value of a
     stored key is k * k_scale (v alike). scale defaults to H**-0.5. float64 in, float64 out.
 
+    With `layer`, an int32 scalar, k and v are the caches of several layers [L, B, S, G, H] and
+    that one is read: a loop over layers need not copy it out first.
+
     ValueError for shapes, dtypes or scales that do not fit; for `implementation` see
     `pallas_kernels.implementations`.
     """
-    scale = _check("prefill", q, k, v, q_offset, kv_length, scale, k_scale, v_scale, formats)
+    scale = _check("prefill", q, k, v, q_offset, kv_length, scale, k_scale, v_scale, layer, formats)
     return implementations.run_first(
         "attention.prefill", PREFILL, implementation, q, k, v, q_offset=q_offset,
-        kv_length=kv_length, scale=scale, k_scale=k_scale, v_scale=v_scale, formats=formats,
+        kv_length=kv_length, scale=scale, k_scale=k_scale, v_scale=v_scale, layer=layer,
+        formats=formats,
     )  # fmt: skip
 
 
@@ -72,11 +108,12 @@ def decode(
     scale: float | None = None,
     k_scale: float | jax.Array = 1.0,
     v_scale: float | jax.Array = 1.0,
+    layer: jax.Array | None = None,
     formats: AttentionFormats = AttentionFormats(),  # noqa: B008 - frozen
     implementation: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
     """`prefill` for 1 to 8 query tokens: bound by reading the cache, not by arithmetic."""
-    scale = _check("decode", q, k, v, q_offset, kv_length, scale, k_scale, v_scale, formats)
+    scale = _check("decode", q, k, v, q_offset, kv_length, scale, k_scale, v_scale, layer, formats)
     if not 1 <= q.shape[1] <= MAX_DECODE_TOKENS:
         raise ValueError(
             f"attention.decode: q has T={q.shape[1]} tokens; allowed are 1 to"
@@ -84,7 +121,31 @@ def decode(
         )
     return implementations.run_first(
         "attention.decode", DECODE, implementation, q, k, v, q_offset=q_offset,
-        kv_length=kv_length, scale=scale, k_scale=k_scale, v_scale=v_scale, formats=formats,
+        kv_length=kv_length, scale=scale, k_scale=k_scale, v_scale=v_scale, layer=layer,
+        formats=formats,
+    )  # fmt: skip
+
+
+def describe(
+    op: str,
+    q: jax.Array | jax.ShapeDtypeStruct,
+    k: jax.Array | jax.ShapeDtypeStruct,
+    v: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    formats: AttentionFormats = AttentionFormats(),  # noqa: B008 - frozen
+    implementation: str | tuple[str, ...] | None = None,
+) -> dict[str, Any]:
+    """What `op` ("prefill" or "decode") runs for arrays of these shapes, computing nothing:
+
+    {"implementation": name, "tiles": {...} or None}. Raises as the op itself would.
+    """
+    table = {"prefill": PREFILL, "decode": DECODE}[op]
+    lengths = jax.ShapeDtypeStruct((q.shape[0],), jnp.int32)
+    scale = _check(op, q, k, v, lengths, lengths, None, 1.0, 1.0, None, formats)
+    choosers = {name: functools.partial(f, q, k, formats) for name, f in _CHOOSERS.items()}
+    return tiling.describe(
+        f"attention.{op}", table, choosers, implementation, q, k, v, q_offset=lengths,
+        kv_length=lengths, scale=scale, layer=None, formats=formats,
     )  # fmt: skip
 
 
@@ -98,10 +159,23 @@ def _check(
     scale: float | jax.Array | None,
     k_scale: float | jax.Array,
     v_scale: float | jax.Array,
+    layer: jax.Array | None,
     formats: AttentionFormats,
 ) -> float | jax.Array:
     """The softmax scale; ValueError naming the first argument that does not fit."""
     op = f"attention.{op}"
+    if layer is not None:
+        if jnp.shape(layer) != () or jnp.result_type(layer) != jnp.int32:
+            raise ValueError(
+                f"{op}: layer has shape {jnp.shape(layer)} and dtype {jnp.result_type(layer)};"
+                " expected an int32 scalar."
+            )
+        for name, array in (("k", k), ("v", v)):
+            if array.ndim != 5:
+                raise ValueError(
+                    f"{op}: {name} has shape {array.shape}; with `layer`, 5 axes are expected."
+                )
+        k, v = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (k, v))
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.ndim != 4:
             raise ValueError(f"{op}: {name} has shape {array.shape}; expected 4 axes.")

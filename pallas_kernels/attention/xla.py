@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.formats import AttentionFormats
-from pallas_kernels.formats import E4M3, Format, round_to
+from pallas_kernels.formats import E4M3, Format, as_bits, from_bits, round_to
 
 # Rows of scores per tile over the whole batch: 2048 x 512 float32 is 4 MB, about the second-level
 # cache of two cores; larger tiles spill, smaller ones lose GEMM rate.
@@ -37,9 +37,12 @@ def attention(
     scale: float,
     k_scale: float | jax.Array = 1.0,
     v_scale: float | jax.Array = 1.0,
+    layer: jax.Array | None = None,
     formats: AttentionFormats = AttentionFormats(),  # noqa: B008 - frozen
 ) -> jax.Array:
     """Attention outputs [B, T, N, Hv] float32; arguments as `pallas_kernels.attention.prefill`.
+
+    Tiles are sliced straight from a stack of caches, no layer is copied.
 
     NotImplementedError for float64: the reference has it.
     """
@@ -47,8 +50,10 @@ def attention(
         raise NotImplementedError("xla attention computes in float32; use 'reference' for float64.")
     batch, tokens, heads, width = q.shape
     queries = min(max(_ROWS // (batch * heads), _LEAST_QUERIES), _MOST_QUERIES)
-    block_k = min(formats.block_k, k.shape[1])
-    args = (k, v, kv_length, scale, k_scale, v_scale, formats, block_k)
+    if layer is None:
+        k, v, layer = k[None], v[None], jnp.int32(0)
+    block_k = min(formats.block_k, k.shape[2])
+    args = (k, v, layer, kv_length, scale, k_scale, v_scale, formats, block_k)
     if tokens <= queries:
         return _query_tile(q, q_offset, q_offset + tokens, *args)
     tiles = -(-tokens // queries)
@@ -69,6 +74,7 @@ def _query_tile(
     q_end: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    layer: jax.Array,
     kv_length: jax.Array,
     scale: float,
     k_scale: float | jax.Array,
@@ -76,9 +82,12 @@ def _query_tile(
     formats: AttentionFormats,
     block_k: int,
 ) -> jax.Array:
-    """[B, Tq, N, Hv] for one tile of queries; those at positions q_end [B] and above are padding"""
+    """[B, Tq, N, Hv] for one tile of queries; those at positions q_end [B] and above are padding.
+
+    k and v are stacks [L, B, S, G, H] of which `layer` is read.
+    """
     batch, tokens, heads, width = q.shape
-    capacity, groups = k.shape[1:3]
+    capacity, groups = k.shape[2:4]
     share = heads // groups
     rows = share * tokens
     q = q.reshape(batch, tokens, groups, share, width).transpose(0, 2, 3, 1, 4)
@@ -86,15 +95,15 @@ def _query_tile(
     position = q_offset[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]  # [B, Tq]
     position = jnp.tile(position, (1, share))[:, None, :, None]  # [B, 1, R, 1]
 
-    k_bits, v_bits = _bits(k), _bits(v)
+    k_bits, v_bits = as_bits(k), as_bits(v)
 
     def update(i: jax.Array, carry: tuple[jax.Array, ...], *, masked: bool):
         m, total, acc = carry
         start = i * block_k
         # A slice cannot reach past S, so the last one starts early: its first keys are done.
         first = jnp.minimum(start, capacity - block_k)
-        k_tile = _tile(k_bits, first, block_k, k.dtype)
-        v_tile = _tile(v_bits, first, block_k, v.dtype)
+        k_tile = _tile(k_bits, layer, first, block_k, k.dtype)
+        v_tile = _tile(v_bits, layer, first, block_k, v.dtype)
         key = (first + jnp.arange(block_k, dtype=jnp.int32))[None, None, None, :]
         length = kv_length[:, None, None, None]
         if masked:
@@ -148,20 +157,16 @@ def _query_tile(
     return out.reshape(batch, tokens, heads, v.shape[-1])
 
 
-def _bits(x: jax.Array) -> jax.Array:
-    """x, narrow floats as integers: on CPU XLA slices no bfloat16, it would take the whole cache
-    to float32 before the loop."""
-    width = x.dtype.itemsize
-    return x if width == 4 else jax.lax.bitcast_convert_type(x, f"uint{8 * width}")
-
-
-def _tile(bits: jax.Array, first: jax.Array, block_k: int, dtype: jnp.dtype) -> jax.Array:
-    """[B, G, block_k, H] of the cache [B, S, G, H] (from `_bits`), keys from `first` on."""
-    tile = jax.lax.dynamic_slice_in_dim(bits, first, block_k, axis=1).transpose(0, 2, 1, 3)
+def _tile(
+    bits: jax.Array, layer: jax.Array, first: jax.Array, block_k: int, dtype: jnp.dtype
+) -> jax.Array:
+    """[B, G, block_k, H] of caches [L, B, S, G, H] (from `as_bits`), keys from `first` on."""
+    _, batch, _, groups, width = bits.shape
+    tile = jax.lax.dynamic_slice(bits, (layer, 0, first, 0, 0), (1, batch, block_k, groups, width))
+    tile = tile[0].transpose(0, 2, 1, 3)
     # Without the barrier this copy of whole rows becomes an element by element transposition to
     # [B, G, H, block_k], an order of magnitude slower.
-    tile = jax.lax.optimization_barrier(tile)
-    return tile if tile.dtype == dtype else jax.lax.bitcast_convert_type(tile, dtype)
+    return from_bits(jax.lax.optimization_barrier(tile), dtype)
 
 
 def _finite(m: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -245,3 +246,27 @@ def test_xla_refuses_float64():
             attention.prefill(*args, **lengths, implementation="xla")
         o = attention.prefill(*args, **lengths, implementation=("xla", "reference"))
         assert o.dtype == jnp.float64
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", ["reference", "xla"])
+def test_a_layer_of_a_stack_is_that_layer_bit_for_bit(name, dtype):
+    case = make(3, T=5)
+    kept = (slice(None), slice(None, -40))  # no poison: the stack's other layers hold it
+    k, v = (jnp.asarray(x[kept]).astype(dtype) for x in (case.k, case.v))
+    rest = {"q_offset": case.q_offset - 60, "kv_length": case.kv_length - 60}
+    alone = attention.prefill(case.q, k, v, implementation=name, **rest)
+    nan = jnp.full_like(k, jnp.nan)
+    stacks = (jnp.stack([nan, x, nan]) for x in (k, v))
+    call = jax.jit(functools.partial(attention.prefill, implementation=name))
+    in_stack = call(case.q, *stacks, layer=jnp.int32(1), **rest)
+    np.testing.assert_array_equal(in_stack, jax.jit(lambda: alone)())
+
+
+def test_a_layer_needs_stacks_and_an_index():
+    case = make(4)
+    rest = {"q_offset": case.q_offset, "kv_length": case.kv_length}
+    with pytest.raises(ValueError, match="k has shape .*5 axes"):
+        attention.prefill(case.q, case.k, case.v, layer=jnp.int32(0), **rest)
+    with pytest.raises(ValueError, match="layer has shape"):
+        attention.prefill(case.q, case.k[None], case.v[None], layer=jnp.zeros(2), **rest)

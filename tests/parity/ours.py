@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kernjax.model import Cache, forward, init_cache, logits, plan_execution
+from kernjax.model import Cache, Execution, forward, init_cache, logits, plan_execution
 from kernjax.model.decoder import FULL, LINEAR
 from kernjax.precision import parse_policy
 from kernjax.weights import load_model
-from pallas_kernels.formats import BF16, round_to
+from pallas_kernels.formats import BF16, from_bits, round_to
 
 from .trace import Cached, Trace
 
@@ -45,7 +45,7 @@ class Model:
             out, cache, captured = self._prefill(self._params, piece, cache, jnp.int32(count))
             scored.append(out[:, :count])
             hidden.append(captured[:, :, :count])
-        after_prefill = _cached(cache)
+        after_prefill = _cached(cache, self.execution)
         for at in range(context_len, total - 1):
             piece = tokens[:, at : at + 1]
             out, cache, _ = self._decode(self._params, piece, cache, jnp.int32(1))
@@ -54,7 +54,7 @@ class Model:
             logits=np.concatenate(scored, axis=1),
             hidden=np.concatenate(hidden, axis=2),
             after_prefill=after_prefill,
-            after_decode=_cached(cache),
+            after_decode=_cached(cache, self.execution),
         )
 
     def layers_on(self, tokens: np.ndarray, hidden: np.ndarray) -> list[tuple[str, np.ndarray]]:
@@ -127,11 +127,13 @@ def _call(graph, execution, decode, params, tokens, cache, count):
     return logits(decoder, hidden, execution), cache, captured
 
 
-def _cached(cache: Cache) -> Cached:
+def _cached(cache: Cache, execution: Execution) -> Cached:
     length = int(cache.length)
+    keys = execution.container(lambda policy: policy.kv_cache.k)
+    values = execution.container(lambda policy: policy.kv_cache.v)
     return Cached(
-        keys=np.asarray(cache.keys, np.float32)[:, :, :length],
-        values=np.asarray(cache.values, np.float32)[:, :, :length],
+        keys=np.asarray(from_bits(cache.keys, keys), np.float32)[:, :, :length],
+        values=np.asarray(from_bits(cache.values, values), np.float32)[:, :, :length],
         conv=np.asarray(cache.conv, np.float32),
         state=np.asarray(cache.state, np.float32),
     )
