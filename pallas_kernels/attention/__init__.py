@@ -54,8 +54,8 @@ def _one_layer(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 PREFILL: dict[str, Callable[..., jax.Array]] = {
     "reference": _one_layer(reference.attention),
     "xla": xla.attention,
-    "mosaic_tpu": mosaic_tpu.mosaic_tpu,
-    "mosaic_tpu_interpret": mosaic_tpu_interpret,
+    "mosaic_tpu": _one_layer(mosaic_tpu.mosaic_tpu),
+    "mosaic_tpu_interpret": _one_layer(mosaic_tpu_interpret),
 }
 # A decode step is a prefill of few tokens: the tiles differ, not the functions.
 DECODE: dict[str, Callable[..., jax.Array]] = dict(PREFILL)
