@@ -1,7 +1,7 @@
 """The delta rule as Pallas kernels for TPU: chunks for prefill, single steps for decode.
 
-`chunked`: the grid walks rows, groups of heads and, innermost, chunks. The state of a group stays in
-VMEM from its first chunk to its last, in the block that becomes the final state.
+`chunked`: the grid walks rows, groups of heads and, innermost, chunks. The state of a group stays
+in VMEM from its first chunk to its last, in the block that becomes the final state.
 `recurrent`: one grid step per row and group of heads; the state passes through VMEM once.
 
 `interpret` runs the same kernels without a TPU: True in the plain interpreter, a
@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.delta_rule.formats import DeltaRuleFormats
 from pallas_kernels.delta_rule.mosaic_tpu_chunk import channel_gates, one_chunk, scalar_gates
-from pallas_kernels.delta_rule.tiles import Tiles, choose_chunked, choose_recurrent
+from pallas_kernels.delta_rule.tiles import LANES, Tiles, choose_chunked, choose_recurrent
 from pallas_kernels.formats import round_to
 from pallas_kernels.kernel_rounding import round_to as round_in_kernel
 
@@ -54,14 +54,13 @@ def chunked(
     tiles = choose_chunked(q, v, chunk) if tiles is None else tiles
     groups = value_heads // tiles.heads
     count = -(-length // chunk)
-    if lengths is None:
-        lengths = jnp.full((batch,), length, jnp.int32)
+    prefetched = [] if lengths is None else [lengths]
 
     def rows(x: jax.Array) -> jax.Array:  # [B, T, H, D] -> [B, T, H * D]
         return x.reshape(batch, length, -1)
 
     def tokens(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, chunk, width), lambda b, h, n, _: (b, n, h))
+        return pl.BlockSpec((1, chunk, width), lambda b, h, n, *_: (b, n, h))
 
     gates = _by_chunk(beta, lengths, chunk, lambda x: (round_to(x, formats.beta),))
     specs, arguments = [], []
@@ -74,19 +73,25 @@ def chunked(
     kinds = gates.shape[2]
     gates = gates.reshape(batch, count, kinds, groups, tiles.heads, chunk).swapaxes(2, 3)
     gates = gates.reshape(batch, count, groups, kinds * tiles.heads, chunk)
-    state = pl.BlockSpec((1, tiles.heads, key_dim, value_dim), lambda b, h, n, _: (b, h, 0, 0))
+    state = pl.BlockSpec((1, tiles.heads, key_dim, value_dim), lambda b, h, n, *_: (b, h, 0, 0))
     keys = tokens(tiles.heads * key_heads // value_heads * key_dim)
     o, state = pl.pallas_call(
-        functools.partial(_chunked_kernel, scale=scale, formats=formats, per_channel=per_channel),
+        functools.partial(
+            _chunked_kernel,
+            length=None if prefetched else length,
+            scale=scale,
+            formats=formats,
+            per_channel=per_channel,
+        ),  # fmt: skip
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=len(prefetched),
             grid=(batch, groups, count),
             in_specs=[
                 keys,
                 keys,
                 tokens(tiles.heads * value_dim),
                 pl.BlockSpec(
-                    (1, 1, 1, kinds * tiles.heads, chunk), lambda b, h, n, _: (b, n, h, 0, 0)
+                    (1, 1, 1, kinds * tiles.heads, chunk), lambda b, h, n, *_: (b, n, h, 0, 0)
                 ),
                 *specs,
                 state,
@@ -102,7 +107,7 @@ def chunked(
         ),
         interpret=interpret,
         name="delta_rule_chunked",
-    )(lengths, rows(q), rows(k), rows(v), gates, *arguments, initial_state.astype(jnp.float32))
+    )(*prefetched, rows(q), rows(k), rows(v), gates, *arguments, initial_state.astype(jnp.float32))
     return o.reshape(batch, length, value_heads, value_dim), state
 
 
@@ -110,8 +115,10 @@ def _by_chunk(x, lengths, chunk, summands) -> jax.Array:
     """`summands` of x [B, T, H], zero where not real: [B, N, summands, H, C]."""
     batch, length, heads = x.shape
     count = -(-length // chunk)
-    valid = jnp.arange(length, dtype=jnp.int32) < lengths[:, None]
-    x = jnp.where(valid[..., None], x.astype(jnp.float32), 0)
+    x = x.astype(jnp.float32)
+    if lengths is not None:
+        valid = jnp.arange(length, dtype=jnp.int32) < lengths[:, None]
+        x = jnp.where(valid[..., None], x, 0)
     x = jnp.pad(x, ((0, 0), (0, count * chunk - length), (0, 0)))
     x = jnp.swapaxes(x.reshape(batch, count, chunk, heads), 2, 3)
     return jnp.stack(summands(x), axis=2)
@@ -135,12 +142,15 @@ def _gate_sums(g: jax.Array, formats: DeltaRuleFormats) -> tuple[jax.Array, jax.
     return round_to(coarse + remainder, formats.g_cumsum), jnp.zeros_like(remainder)
 
 
-def _chunked_kernel(lengths, q, k, v, gates, *refs, scale, formats, per_channel):
-    *channel, initial, o, state = refs
+def _chunked_kernel(*refs, length, scale, formats, per_channel):
+    if length is None:
+        lengths, *refs = refs
+        length = lengths[pl.program_id(0)]
+    q, k, v, gates, *channel, initial, o, state = refs
     step, steps = pl.program_id(2), pl.num_programs(2)
     heads, key_dim, value_dim = state.shape[1:]
     chunk = formats.chunk
-    real = lengths[pl.program_id(0)] - step * chunk
+    real = length - step * chunk
 
     @pl.when(step == 0)
     def _enter():
@@ -155,7 +165,7 @@ def _chunked_kernel(lengths, q, k, v, gates, *refs, scale, formats, per_channel)
         def by_head(ref: Any, width: int) -> jax.Array:  # [C, H * D] -> [H, C, D]
             x = ref[0]
             x = jnp.stack([x[:, s : s + width] for s in range(0, x.shape[1], width)])
-            # Padding may hold anything, NaN included. Selected as float32, whose masks have x's tiles.
+            # Padding may hold anything, NaN included. Float32, because masks have its tiles.
             row = jax.lax.broadcasted_iota(jnp.int32, (chunk, width), 0)
             return jnp.where(row < real, x.astype(jnp.float32), 0).astype(x.dtype)
 
@@ -297,5 +307,8 @@ def _refuse(arrays: tuple[jax.Array, ...], key_dim: int, value_dim: int, interpr
                 f" {_DTYPES}; use 'reference' for float64."
             )
     for name, width in (("K", key_dim), ("V", value_dim)):
-        if interpret is False and width not in WIDTHS:
-            raise NotImplementedError(f"mosaic_tpu delta rule: {name}={width}; it takes {WIDTHS}.")
+        if width > LANES or (interpret is False and width not in WIDTHS):
+            raise NotImplementedError(
+                f"mosaic_tpu delta rule: {name}={width}; it takes {WIDTHS}, the interpreter any"
+                f" up to {LANES}."
+            )

@@ -29,21 +29,24 @@ class Gates(NamedTuple):
     reads: Parts  # q as it meets the state: decayed if the gate is per channel
     enters: Parts  # k as it meets the state, likewise
     writes: Parts  # k as it enters the state, transposed: [H, K, C]
-    decay_in: jax.Array  # [H, C, 1], exp(G); ones' place is None if the gate is per channel
-    decay_out: jax.Array  # [H, C, 1], exp(G_C - G), likewise
-    decay_all: jax.Array  # [H, 1 or K, 1], exp(G_C)
+    decay_in: jax.Array | None  # [H, C, 128], each lane exp(G); None if the gate is per channel
+    decay_out: jax.Array | None  # [H, C, 128], exp(G_C - G), likewise
+    decay_all: jax.Array  # [H, 1, 128] or [H, K, 1], exp(G_C)
     keys: jax.Array  # [H, C, K] decay_in * k, float32: only for w
 
 
 def one_chunk(
     state: jax.Array, gates: Gates, v: jax.Array, beta: jax.Array, formats: DeltaRuleFormats
 ) -> tuple[jax.Array, jax.Array]:
-    """The next state [H, K, V] and o / scale [H, C, V]; v [H, C, V], beta [H, C, 1], float32."""
+    """The next state [H, K, V] and o / scale [H, C, V]; v [H, C, V], all float32.
+
+    beta [H, C, 128] is the same in each lane.
+    """
     mode = formats.dot
     chunk = v.shape[1]
     row = lax.broadcasted_iota(jnp.int32, (chunk, chunk), 0)
     column = lax.broadcasted_iota(jnp.int32, (chunk, chunk), 1)
-    a = jnp.where(row > column, beta * gates.kk, 0)
+    a = jnp.where(row > column, beta[..., :chunk] * gates.kk, 0)
     inverse = split(round_to(unit_lower_inverse(a, mode), formats.inverse), mode, formats.inverse)
 
     def operand(fmt):
@@ -60,23 +63,28 @@ def one_chunk(
         else:
             seen = dot(gates.enters, operand(formats.state_operand))
             o = dot(gates.reads, operand(formats.h))
-        seen = seen if gates.decay_in is None else gates.decay_in * seen
-        v_new = dot(inverse, split(beta * (v - seen), mode))
+        seen = _times(gates.decay_in, seen)
+        v_new = dot(inverse, split(_times(beta, v - seen), mode))
     else:
-        u = round_to(dot(inverse, split(beta * v, mode)), formats.u)
-        w = round_to(dot(inverse, split(beta * gates.keys, mode)), formats.w)
+        u = round_to(dot(inverse, split(_times(beta, v), mode)), formats.u)
+        w = round_to(dot(inverse, split(_times(beta, gates.keys), mode)), formats.w)
         v_new = u - dot(split(w, mode, formats.w), operand(formats.state_operand))
         o = dot(gates.reads, operand(formats.h))
-    o = o if gates.decay_in is None else gates.decay_in * o
+    o = _times(gates.decay_in, o)
 
     p = split(round_to(gates.p, formats.p), mode, formats.p)
     rounded = split(round_to(v_new, formats.v_new), mode, formats.v_new)
     o = o + dot(p, rounded)
     if gates.decay_out is not None:
-        rounded = round_to(gates.decay_out * v_new, formats.v_new)
+        rounded = round_to(_times(gates.decay_out, v_new), formats.v_new)
         rounded = split(rounded, mode, formats.v_new)
-    state = gates.decay_all * state + dot(gates.writes, rounded)
+    state = _times(gates.decay_all, state) + dot(gates.writes, rounded)
     return round_to(state, formats.chunk_state), o
+
+
+def _times(factor: jax.Array | None, x: jax.Array) -> jax.Array:
+    """The product with a factor for each row of x [H, C, D]: [H, C, 128], [H, C, 1] or None."""
+    return x if factor is None else factor[..., : x.shape[-1]] * x
 
 
 def scalar_gates(
@@ -86,7 +94,8 @@ def scalar_gates(
     columns: tuple[jax.Array, jax.Array],
     formats: DeltaRuleFormats,
 ) -> Gates:
-    """Gates of one number per token: q, k [Hk, C, K]; G as two summands, [H, 1, C] and [H, C, 1].
+    """Gates of one number per token: q, k [Hk, C, K]; G as two summands, [H, 1, C] and
+    [H, C, 128].
 
     Key heads stand for H // Hk value heads each.
     """
@@ -100,7 +109,7 @@ def scalar_gates(
 
     pairs = decay(
         # Above the diagonal exp would overflow: mask the exponent, not the exponential.
-        lambda i: jnp.where(row >= column, columns[i] - rows[i], jnp.float32(-jnp.inf))
+        lambda i: jnp.where(row >= column, columns[i][..., :chunk] - rows[i], jnp.float32(-jnp.inf))
     )
     decay_in = decay(lambda i: columns[i])
     decay_out = decay(lambda i: columns[i][:, -1:] - columns[i])
@@ -125,7 +134,7 @@ def scalar_gates(
         decay_in=decay_in,
         decay_out=decay_out,
         decay_all=decay_in[:, -1:],
-        keys=decay_in * repeat(k.astype(jnp.float32)),
+        keys=_times(decay_in, repeat(k.astype(jnp.float32))),
     )
 
 

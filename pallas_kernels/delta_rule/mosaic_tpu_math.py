@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats import Format
-from pallas_kernels.kernel_rounding import bfloat16_pieces
 
 BLOCK = 16  # rows of one forward substitution
-TILE = 8  # rows of one vector register
+TILE, LANES = 8, 128  # of one vector register
 
 Parts = tuple[jax.Array, ...]
 
@@ -34,7 +33,12 @@ def split(x: jax.Array, dot: str, fmt: Format | None = None) -> Parts:
         return (x,)
     if dot == "default":
         return (x.astype(jnp.bfloat16),)
-    return tuple(bfloat16_pieces(x, -(-_bits(fmt) // 8)))
+    parts = []
+    for _ in range((_bits(fmt) - 1) // 8):
+        part = x.astype(jnp.bfloat16)
+        parts.append(part)
+        x = x - part.astype(jnp.float32)
+    return (*parts, x.astype(jnp.bfloat16))
 
 
 def _bits(fmt: Format | None) -> int:
@@ -90,25 +94,40 @@ def unit_lower_inverse(a: jax.Array, mode: str) -> jax.Array:
 
 
 def _blocks_inverse(a: jax.Array) -> jax.Array:
-    """The inverse of the diagonal 16-row blocks of I + a, zero elsewhere: [H, C, C]."""
+    """The inverse of the diagonal 16-row blocks of I + a, zero elsewhere: [H, C, C].
+
+    The blocks lie side by side, eight to a register's 128 lanes, so that one operation serves
+    eight: block b of a head needs no move for that, it has the lanes 16 b .. 16 b + 15 already.
+    """
     heads, chunk = a.shape[:2]
-    count = chunk // BLOCK
+    share = LANES // chunk  # heads side by side
     starts = range(0, chunk, BLOCK)
-    a = jnp.stack([a[:, s : s + BLOCK, s : s + BLOCK] for s in starts], axis=1)
-    a = a.reshape(heads * count, BLOCK, BLOCK)
-    row = lax.broadcasted_iota(jnp.int32, (chunk, chunk), 0)
-    column = lax.broadcasted_iota(jnp.int32, (chunk, chunk), 1)
-    eye = jnp.where(row == column, jnp.float32(1), 0).reshape(1, count, BLOCK, chunk)
-    x = jnp.broadcast_to(eye, (heads, count, BLOCK, chunk)).reshape(-1, BLOCK, chunk)
+    # Bits instead of // and %, which a kernel compiles to a dozen operations. A lane's block:
+    own = lax.broadcasted_iota(jnp.int32, (BLOCK, chunk), 1) & -BLOCK
+    blocks = [
+        sum(jnp.where(own == s, a[h, s : s + BLOCK], 0) for s in starts) for h in range(heads)
+    ]
+    blocks += [jnp.zeros_like(blocks[0])] * (-heads % share)
+    packed = jnp.concatenate(
+        [jnp.concatenate(blocks[h : h + share], axis=1) for h in range(0, len(blocks), share)]
+    )  # [groups * 16, 128]
+    rows, groups = len(packed), len(packed) // BLOCK
+    lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
+    row = lax.broadcasted_iota(jnp.int32, (BLOCK, LANES), 0)
+    eye = jnp.where(row == lane[:BLOCK] & (BLOCK - 1), jnp.float32(1), 0)
     # By registers of 8 rows: rows above the pivot have nothing to subtract.
-    top, bottom = x[:, :TILE], x[:, TILE:]
+    halves = [jnp.broadcast_to(x[None], (groups, TILE, LANES)) for x in (eye[:TILE], eye[TILE:])]
     for m in range(BLOCK - 1):
-        source = top if m < TILE else bottom
-        pivot = source[:, m % TILE : m % TILE + 1]
-        if m < TILE - 1:
-            top = top - a[:, :TILE, m : m + 1] * pivot
-        bottom = bottom - a[:, TILE:, m : m + 1] * pivot
-    return jnp.concatenate([top, bottom], axis=1).reshape(heads, chunk, chunk)
+        # The factor of each row, from lane m of its block to all of the block.
+        index = (lane & -BLOCK) + m
+        factor = jnp.take_along_axis(packed, index, axis=1, mode="promise_in_bounds")
+        factor = factor.reshape(groups, 2, TILE, LANES)
+        pivot = halves[m // TILE][:, m % TILE : m % TILE + 1]
+        for i in range((m + 1) // TILE, 2):
+            halves[i] = halves[i] - factor[:, i] * pivot
+    x = jnp.concatenate(halves, axis=1)
+    heads = [x[h // share, :, h % share * chunk :][:, :chunk] for h in range(heads)]
+    return jnp.stack([jnp.concatenate([jnp.where(own == s, x, 0) for s in starts]) for x in heads])
 
 
 def _second_halves(x: jax.Array, half: int) -> jax.Array:
