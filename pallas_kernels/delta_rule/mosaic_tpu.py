@@ -15,11 +15,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.delta_rule.formats import DeltaRuleFormats
-from pallas_kernels.delta_rule.mosaic_tpu_chunk import channel_gates, one_chunk, scalar_gates
+from pallas_kernels.delta_rule.mosaic_tpu_chunk import (
+    advance,
+    channel_gates,
+    prepare,
+    scalar_gates,
+)
 from pallas_kernels.delta_rule.tiles import LANES, Tiles, choose_chunked, choose_recurrent
 from pallas_kernels.formats import round_to
 from pallas_kernels.kernel_rounding import round_to as round_in_kernel
@@ -52,23 +58,25 @@ def chunked(
     chunk = formats.chunk
     per_channel = g.ndim == 4
     tiles = choose_chunked(q, v, chunk) if tiles is None else tiles
+    together = tiles.tokens // chunk  # chunks of one grid step
     groups = value_heads // tiles.heads
-    count = -(-length // chunk)
+    steps = -(-length // tiles.tokens)
+    count = steps * together
     prefetched = [] if lengths is None else [lengths]
 
     def rows(x: jax.Array) -> jax.Array:  # [B, T, H, D] -> [B, T, H * D]
         return x.reshape(batch, length, -1)
 
     def tokens(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, chunk, width), lambda b, h, n, *_: (b, n, h))
+        return pl.BlockSpec((1, tiles.tokens, width), lambda b, h, n, *_: (b, n, h))
 
-    gates = _by_chunk(beta, lengths, chunk, lambda x: (round_to(x, formats.beta),))
+    gates = _by_chunk(beta, lengths, count, chunk, lambda x: (round_to(x, formats.beta),))
     specs, arguments = [], []
     if per_channel:
         specs, arguments = [tokens(tiles.heads * key_dim)], [rows(g)]
     else:
         sums = functools.partial(_gate_sums, formats=formats)
-        gates = jnp.concatenate([_by_chunk(g, lengths, chunk, sums), gates], axis=2)
+        gates = jnp.concatenate([_by_chunk(g, lengths, count, chunk, sums), gates], axis=2)
     # [B, N, summands, Hv, C] -> [B, N, groups, summands * heads, C]
     kinds = gates.shape[2]
     gates = gates.reshape(batch, count, kinds, groups, tiles.heads, chunk).swapaxes(2, 3)
@@ -85,13 +93,14 @@ def chunked(
         ),  # fmt: skip
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
-            grid=(batch, groups, count),
+            grid=(batch, groups, steps),
             in_specs=[
                 keys,
                 keys,
                 tokens(tiles.heads * value_dim),
                 pl.BlockSpec(
-                    (1, 1, 1, kinds * tiles.heads, chunk), lambda b, h, n, *_: (b, n, h, 0, 0)
+                    (1, together, 1, kinds * tiles.heads, chunk),
+                    lambda b, h, n, *_: (b, n, h, 0, 0),
                 ),
                 *specs,
                 state,
@@ -111,10 +120,9 @@ def chunked(
     return o.reshape(batch, length, value_heads, value_dim), state
 
 
-def _by_chunk(x, lengths, chunk, summands) -> jax.Array:
+def _by_chunk(x, lengths, count, chunk, summands) -> jax.Array:
     """`summands` of x [B, T, H], zero where not real: [B, N, summands, H, C]."""
     batch, length, heads = x.shape
-    count = -(-length // chunk)
     x = x.astype(jnp.float32)
     if lengths is not None:
         valid = jnp.arange(length, dtype=jnp.int32) < lengths[:, None]
@@ -149,8 +157,9 @@ def _chunked_kernel(*refs, length, scale, formats, per_channel):
     q, k, v, gates, *channel, initial, o, state = refs
     step, steps = pl.program_id(2), pl.num_programs(2)
     heads, key_dim, value_dim = state.shape[1:]
-    chunk = formats.chunk
-    real = length - step * chunk
+    tokens, chunk = o.shape[1], formats.chunk
+    together = tokens // chunk
+    real = length - step * tokens
 
     @pl.when(step == 0)
     def _enter():
@@ -160,42 +169,49 @@ def _chunked_kernel(*refs, length, scale, formats, per_channel):
     def _nothing():
         o[0] = jnp.zeros_like(o[0])
 
+    # Arrays are [together * heads, ..], the heads of the first chunk first.
     @pl.when(real > 0)
     def _compute():
-        def by_head(ref: Any, width: int) -> jax.Array:  # [C, H * D] -> [H, C, D]
+        def by_head(ref: Any, width: int) -> jax.Array:  # [tokens, H * D] -> [.. * H, C, D]
             x = ref[0]
-            x = jnp.stack([x[:, s : s + width] for s in range(0, x.shape[1], width)])
             # Padding may hold anything, NaN included. Float32, because masks have its tiles.
-            row = jax.lax.broadcasted_iota(jnp.int32, (chunk, width), 0)
-            return jnp.where(row < real, x.astype(jnp.float32), 0).astype(x.dtype)
+            row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+            x = jnp.where(row < real, x.astype(jnp.float32), 0).astype(x.dtype)
+            chunks = [x[i : i + chunk] for i in range(0, tokens, chunk)]
+            starts = range(0, x.shape[1], width)
+            return jnp.stack([x[:, s : s + width] for x in chunks for s in starts])
 
-        rows = gates[0, 0, 0]  # [summands * H, C]
-        turned = jnp.swapaxes(rows, 0, 1)
+        def row(kind: int) -> jax.Array:  # [.. * H, 1, C]
+            rows = [gates[0, i, 0][kind * heads : (kind + 1) * heads] for i in range(together)]
+            return jnp.concatenate(rows)[:, None, :]
 
-        def column(kind: int) -> jax.Array:  # [H, C, 1]
-            return jnp.stack(
-                [turned[:, i : i + 1] for i in range(kind * heads, (kind + 1) * heads)]
-            )
+        turned = [jnp.swapaxes(gates[0, i, 0], 0, 1) for i in range(together)]
 
-        def row(kind: int) -> jax.Array:  # [H, 1, C]
-            return rows[kind * heads : (kind + 1) * heads][:, None, :]
+        def column(kind: int) -> jax.Array:  # [.. * H, C, 128], each lane the same
+            columns = [x[:, kind * heads + h :][:, :1] for x in turned for h in range(heads)]
+            return jnp.stack([jnp.broadcast_to(x, (chunk, LANES)) for x in columns])
 
         queries, keys = by_head(q, key_dim), by_head(k, key_dim)
         values = by_head(v, value_dim).astype(jnp.float32)
         if per_channel:
-            repeats = heads // queries.shape[0]
+            repeats = together * heads // queries.shape[0]
             queries, keys = (jnp.repeat(x, repeats, axis=0) for x in (queries, keys))
             decays = by_head(channel[0], key_dim).astype(jnp.float32)
-            prepared = channel_gates(queries, keys, round_in_kernel(decays, formats.g), formats)
+            decays = channel_gates(queries, keys, round_in_kernel(decays, formats.g), formats)
             beta = column(0)
         else:
             sums = [(row(i), column(i)) for i in range(2)]
-            prepared = scalar_gates(queries, keys, *zip(*sums, strict=True), formats)
+            decays = scalar_gates(queries, keys, *zip(*sums, strict=True), formats)
             beta = column(2)
-        new, out = one_chunk(state[0], prepared, values, beta, formats)
-        state[0] = new
-        out = out * jnp.float32(scale)
-        o[0] = jnp.concatenate([out[h] for h in range(heads)], axis=1)
+        chunks = prepare(decays, values, beta, formats)
+        carried = state[0]
+        for i in range(together):
+            one = jax.tree.map(lambda x: x[i * heads : (i + 1) * heads], chunks)  # noqa: B023
+            carried, out = advance(carried, one, formats)
+            out = out * jnp.float32(scale)
+            out = jnp.concatenate([out[h] for h in range(heads)], axis=1)
+            o[0, i * chunk : (i + 1) * chunk] = out
+        state[0] = carried
 
     if not formats.state.is_exact:
 

@@ -1,8 +1,9 @@
-"""One chunk of the delta rule inside a TPU kernel: the equations of `xla.py`, several heads.
+"""Chunks of the delta rule inside a TPU kernel: the equations of `xla.py`, several heads at once.
 
-Arrays are [H, C, D], H value heads of one grid step. Every line works on all heads, so that one
-head's dots run while another's wait for their operands: a chunk is a chain of dependent steps, and
-with a single head the matrix unit mostly waits.
+Arrays are [H, C, D], where H counts the value heads of one grid step, times its chunks as long as
+the state has no part in it. Every line works on all of them, so that one's dots run while
+another's wait for their operands: a chunk is a chain of dependent steps, and alone it would leave
+the matrix unit idle for most of the time.
 
 Where w and u are not rounded they are not computed: u - w S = A^-1 (beta v - beta exp(G) (k S)),
 which needs three dots fewer.
@@ -35,50 +36,70 @@ class Gates(NamedTuple):
     keys: jax.Array  # [H, C, K] decay_in * k, float32: only for w
 
 
-def one_chunk(
-    state: jax.Array, gates: Gates, v: jax.Array, beta: jax.Array, formats: DeltaRuleFormats
-) -> tuple[jax.Array, jax.Array]:
-    """The next state [H, K, V] and o / scale [H, C, V]; v [H, C, V], all float32.
+class Chunk(NamedTuple):
+    """All of a chunk that does not depend on the state that enters it; fields of `Gates`, and:"""
 
-    beta [H, C, 128] is the same in each lane.
-    """
-    mode = formats.dot
-    chunk = v.shape[1]
+    reads: Parts
+    enters: Parts
+    writes: Parts
+    decay_in: jax.Array | None
+    decay_out: jax.Array | None
+    decay_all: jax.Array
+    inverse: Parts  # [H, C, C] A^-1
+    p: Parts  # [H, C, C]
+    values: jax.Array  # [H, C, V] v, or u where w is given
+    beta: jax.Array  # [H, C, 128], each lane the same
+    w: Parts | None  # [H, C, K], if w or u are rounded
+
+
+def prepare(gates: Gates, v: jax.Array, beta: jax.Array, formats: DeltaRuleFormats) -> Chunk:
+    """v [H, C, V] and beta [H, C, 128], the same in each lane, float32."""
+    mode, chunk = formats.dot, v.shape[1]
     row = lax.broadcasted_iota(jnp.int32, (chunk, chunk), 0)
     column = lax.broadcasted_iota(jnp.int32, (chunk, chunk), 1)
     a = jnp.where(row > column, beta[..., :chunk] * gates.kk, 0)
-    inverse = split(round_to(unit_lower_inverse(a, mode), formats.inverse), mode, formats.inverse)
+    inverse = round_to(unit_lower_inverse(a, mode), formats.inverse)
+    inverse = split(inverse, mode, formats.inverse)
+    w = None
+    if mode == "default" or not (formats.w.is_exact and formats.u.is_exact):
+        v = round_to(dot(inverse, split(_times(beta, v), mode)), formats.u)
+        w = round_to(dot(inverse, split(_times(beta, gates.keys), mode)), formats.w)
+        w = split(w, mode, formats.w)
+    p = split(round_to(gates.p, formats.p), mode, formats.p)
+    kept = {name: getattr(gates, name) for name in Chunk._fields[:6]}
+    return Chunk(**kept, inverse=inverse, p=p, values=v, beta=beta, w=w)
+
+
+def advance(
+    state: jax.Array, chunk: Chunk, formats: DeltaRuleFormats
+) -> tuple[jax.Array, jax.Array]:
+    """The next state [H, K, V] and o / scale [H, C, V], float32."""
+    mode = formats.dot
 
     def operand(fmt):
         return split(round_to(state, fmt), mode, fmt)
 
-    if mode == "highest" and formats.w.is_exact and formats.u.is_exact:
-        if formats.state_operand == formats.h:
-            rows = tuple(
-                jnp.concatenate(pair, axis=1)
-                for pair in zip(gates.enters, gates.reads, strict=True)
-            )
-            both = dot(rows, operand(formats.h))
-            seen, o = both[:, :chunk], both[:, chunk:]
-        else:
-            seen = dot(gates.enters, operand(formats.state_operand))
-            o = dot(gates.reads, operand(formats.h))
-        seen = _times(gates.decay_in, seen)
-        v_new = dot(inverse, split(_times(beta, v - seen), mode))
+    keys = chunk.enters if chunk.w is None else chunk.w
+    if formats.state_operand == formats.h and len(keys) == len(chunk.reads):
+        pairs = zip(keys, chunk.reads, strict=True)
+        both = tuple(jnp.concatenate(pair, axis=1) for pair in pairs)
+        both = dot(both, operand(formats.h))
+        rows = chunk.values.shape[1]
+        seen, o = both[:, :rows], both[:, rows:]
     else:
-        u = round_to(dot(inverse, split(_times(beta, v), mode)), formats.u)
-        w = round_to(dot(inverse, split(_times(beta, gates.keys), mode)), formats.w)
-        v_new = u - dot(split(w, mode, formats.w), operand(formats.state_operand))
-        o = dot(gates.reads, operand(formats.h))
-    o = _times(gates.decay_in, o)
-
-    p = split(round_to(gates.p, formats.p), mode, formats.p)
+        seen = dot(keys, operand(formats.state_operand))
+        o = dot(chunk.reads, operand(formats.h))
+    if chunk.w is None:
+        rest = _times(chunk.beta, chunk.values - _times(chunk.decay_in, seen))
+        v_new = dot(chunk.inverse, split(rest, mode))
+    else:
+        v_new = chunk.values - seen
     rounded = split(round_to(v_new, formats.v_new), mode, formats.v_new)
-    o = o + dot(p, rounded)
-    if gates.decay_out is not None:
-        rounded = round_to(_times(gates.decay_out, v_new), formats.v_new)
+    o = _times(chunk.decay_in, o) + dot(chunk.p, rounded)
+    if chunk.decay_out is not None:
+        rounded = round_to(_times(chunk.decay_out, v_new), formats.v_new)
         rounded = split(rounded, mode, formats.v_new)
-    state = _times(gates.decay_all, state) + dot(gates.writes, rounded)
+    state = _times(chunk.decay_all, state) + dot(chunk.writes, rounded)
     return round_to(state, formats.chunk_state), o
 
 

@@ -11,7 +11,10 @@ LANES = 128
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """One grid step: so many value heads, and so many tokens of them (all, in a recurrent call)."""
+    """One grid step: so many value heads, and so many tokens of them.
+
+    `tokens` is a multiple of the chunk, or in a recurrent call all that there are.
+    """
 
     heads: int
     tokens: int
@@ -23,7 +26,9 @@ def choose_chunked(q: jax.Array, v: jax.Array, chunk: int) -> Tiles:
     q [B, T, Hk, K] and v [B, T, Hv, V]: arrays or their shapes. Heads never change a bit.
     """
     most = {16: 16, 32: 12, 64: 8, 128: 4}[chunk]
-    return Tiles(_heads(q, v, most, packed=True), chunk)
+    heads = _heads(q, v, most, packed=True)
+    together = 2 if q.shape[1] > chunk else 1
+    return Tiles(heads, together * chunk)
 
 
 def choose_recurrent(q: jax.Array, v: jax.Array) -> Tiles:
