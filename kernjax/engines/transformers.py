@@ -10,6 +10,7 @@ and are imported only where they are used.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from kernjax.precision import Policy
     from kernjax.scoring.batch import RowPlan
+    from kernjax.scoring.producer import Shape
     from kernjax.texts import Corpus
 
 ATTENTION = ("eager", "sdpa")
@@ -87,6 +89,9 @@ class TransformersProducer:
 
     def check_corpus(self, corpus: Corpus) -> None:
         """Nothing to check: a policy that is accepted sets nothing by itself."""
+
+    def compiling(self, batches: list[Shape]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def score(
         self,
