@@ -9,8 +9,9 @@
 Each row of the catalogue (kernjax/faults/catalogue.py) replaces one op by one that is wrong in one
 place: public accuracy bugs of inference kernels, small enough to read. The model runs with it on
 production precision, and the verdict is what `kernjax.check` would have said. A fault has to be
-red, or proven below the floor of the corpus, which is printed; a control (a difference that
-engines may have) and a normal producer must not be red.
+red; a small one may be proven below the floor of the corpus, which is printed, or lie at it
+(INCONCLUSIVE). A control (a difference that engines may have) and a normal producer must not be
+red.
 
 --short runs one or two rows for every op, some controls and the bundled normal producers, without
 local sizes: minutes, for CI. The whole catalogue takes the better part of an hour on two cores.

@@ -216,7 +216,7 @@ def _masked(sees: Sees, q: _Array, k: _Array, v: _Array, call: dict[str, Any]) -
     return online_softmax(q, k, v, **call, sees=sees)
 
 
-def _rounded(q: _Array, k: _Array, v: _Array, call: dict[str, Any], **formats: Any) -> _Array:
+def _rounded(q: _Array, k: _Array, v: _Array, call: dict[str, Any], /, **formats: Any) -> _Array:
     return healthy(q, k, v, **call | {"formats": dataclasses.replace(call["formats"], **formats)})
 
 

@@ -10,26 +10,35 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernjax.faults.inputs import Call
+from kernjax.model import ModelConfig
 from kernjax.plugins import Kernel
 from kernjax.precision import Policy, parse_policy
 from kernjax.scoring.batch import RowPlan
-from kernjax.scoring.producer import JaxProducer
 from kernjax.scoring.session import Session
 from pallas_kernels.formats import round_to
 from pallas_kernels.ops import OPS
 
 DEEPEST = 2048
 STEPS = 4
+LAYERS = {"attention": "full_attention", "delta_rule": "linear_attention"}
+"""The kind of layer that runs an op."""
+
 _WINDOWS = 4
 
 
 def capture(session: Session, policy: Policy) -> dict[str, list[Call]]:
     """Every call of every op in one prefill of four windows and a few decode steps.
 
-    The deepest segments up to 2,048 tokens, one of each kind; all layers.
+    The deepest segments up to 2,048 tokens, one of each kind; all layers. Ops that the model's
+    layers do not run have no calls.
     """
     heard: dict[str, list[Call]] = {op: [] for op in OPS}
-    kernels = {op: Kernel(op, "kernjax.faults.capture:ear", _ear(op, heard), "") for op in OPS}
+    types = ModelConfig.from_directory(session.model).layer_types
+    kernels = {
+        op: Kernel(op, "kernjax.faults.capture:ear", _ear(op, heard), "")
+        for op in OPS
+        if LAYERS[op.partition(".")[0]] in types
+    }
     contexts = [s.context_len for s in session.corpus.segments]
     context = max((c for c in contexts if c <= DEEPEST), default=min(contexts))
     first = {
@@ -38,11 +47,7 @@ def capture(session: Session, policy: Policy) -> dict[str, list[Call]]:
         if s.context_len == context
     }
     windowed = parse_policy(f"{policy},prefill_window={max(1, context // _WINDOWS)}")
-    kinds = set(JaxProducer(session.model, windowed).config.layer_types)
-    present = {"full_attention": "attention.", "linear_attention": "delta_rule."}
-    prefixes = tuple(prefix for kind, prefix in present.items() if kind in kinds)
-    kernels = {op: kernel for op, kernel in kernels.items() if op.startswith(prefixes)}
-    producer = JaxProducer(session.model, windowed, kernels)
+    producer = session.producer(windowed, kernels)
     plan = RowPlan(np.array([context - 1], np.int32))
     producer.score(np.stack(list(first.values())), context, [plan] * len(first))
     jax.effects_barrier()

@@ -3,21 +3,6 @@
 A row replaces one op (or the same op in prefill and decode) of a model that is right otherwise.
 Codes A.. are public bugs, a.. and g.. the faults of attention and of the gated delta rule that
 follow from them; where a bug was is named by repository and number.
-
-Not here, because no replacement of one op can express them:
-
-- Convolution and its window (A29, g25: pads or a split in front of the convolution), the l2 norm's
-  own rounding (part of A1), packed documents without a reset (A31): all happen before the op, which
-  is told neither about documents nor about padding in front.
-- The log-sum-exp of a split (A11, A12 as far as it is returned): the op returns outputs only.
-- A sliding window off by one (a09): these models have no window. `window_1023` is its neighbour,
-  a window where none belongs.
-- Gradients (A21's report); its forward form is `exp_before_mask`.
-- Out-of-bounds reads (A20) depend on what lies behind an array; the padding that leaks is
-  `pads_update_state` and, in the op's own tests, NaN in every unused slot.
-
-Rotary faults (A36, a11, a14) happen before the op as well, but can be had at its door: q and k are
-turned back and turned wrongly.
 """
 
 from __future__ import annotations
@@ -220,6 +205,36 @@ CONTROLS = (
     _row("control_token_form", RECURRENT, "plain recurrence, no fault", "form of g07",
          expected="green"),
 )  # fmt: skip
+
+NOT_ONE_OP = (
+    (
+        "A29, g25, the convolution of A31",
+        "pads or a split enter the convolution in front of the op",
+    ),
+    ("A31, packed documents", "the op is not told where documents start"),
+    ("A1, its bfloat16 l2 norm", "q and k are normalised before the op"),
+    ("A11, A12 where the log-sum-exp is returned", "the op returns outputs only"),
+    (
+        "a09, a sliding window of 1023 for 1024",
+        "these models have no window; `window_1023` puts one where none belongs",
+    ),
+    (
+        "A20, reads out of bounds",
+        "what they find depends on the neighbouring memory; padding that"
+        " leaks is `pads_update_state`, and NaN in unused slots in the ops' own tests",
+    ),
+    ("A21, NaN gradients", "nothing here takes gradients; its forward form is `exp_before_mask`"),
+    (
+        "A33 and other prefix caches",
+        "a cache's bookkeeping is the engine's; what arrives at the op"
+        " is `snapshot_of_another_slot`",
+    ),
+)
+"""Public bugs that no replacement of one op expresses, and why.
+
+Rotary ones (A36, a11, a14) happen before the op as well, but can be had at its door: q and k are
+turned back and turned wrongly.
+"""
 
 FAULTS = (*ATTENTION, *DELTA_RULE)
 CATALOGUE = (*FAULTS, *CONTROLS)

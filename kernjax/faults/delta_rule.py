@@ -307,7 +307,7 @@ def _either(q, k, v, g, beta, state, call: dict[str, Any]) -> _Results:
     return chunked(q, k, v, g, beta, state, **call)
 
 
-def _rounded(q, k, v, g, beta, state, call: dict[str, Any], **formats: Any) -> _Results:
+def _rounded(q, k, v, g, beta, state, call: dict[str, Any], /, **formats: Any) -> _Results:
     changed = {"formats": dataclasses.replace(call["formats"], **formats)}
     return _either(q, k, v, g, beta, state, call | changed)
 

@@ -143,11 +143,10 @@ def plain_chunk(
     )  # [B, H, C, D]
     total = jnp.cumsum(g, axis=-2)
     between, into, last = decay(total), jnp.exp(total), total[..., -1:, :]
-    a = matmul(k, _transposed(k)) * between
-    a = jnp.where(_lower() & ~_eye(), beta * a if beta_in_kk else a, 0.0)
-    solve = inverse(a)
+    a = matmul(k, _transposed(k)) * between  # `between` is the mask as well
+    solve = inverse(jnp.where(_eye(), 0.0, beta * a if beta_in_kk else a))
     u, w = matmul(solve, beta * v), matmul(solve, beta * into * k)
-    p = jnp.where(_lower(), matmul(q, _transposed(k)) * between, 0.0)
+    p = matmul(q, _transposed(k)) * between
     p = jnp.where(_eye(), diagonal * p, p)
     new = residual(u, matmul(w, state))
     o = into * matmul(q, state) + matmul(p, new)

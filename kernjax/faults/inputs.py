@@ -52,7 +52,8 @@ def _attention(op: str, family: str, rng: np.random.Generator) -> Call:
         (jnp.asarray(q, jnp.bfloat16), jnp.asarray(k / k_scale, jnp.bfloat16),
          jnp.asarray(v * (size / v_scale), jnp.bfloat16)),
         {"q_offset": jnp.asarray(length - time), "kv_length": jnp.asarray(length), "scale": None,
-         "k_scale": k_scale, "v_scale": v_scale, "formats": AttentionFormats(block_k=64)},
+         "k_scale": jnp.float32(k_scale), "v_scale": jnp.float32(v_scale),
+         "formats": AttentionFormats(block_k=64)},
     )  # fmt: skip
 
 

@@ -42,9 +42,7 @@ class Size:
 
 def size_on(function: Callable[..., Any], op: str, calls: Sequence[Call]) -> Size:
     """The error of `function` against the healthy op on these calls, pooled."""
-    if not calls:
-        return Size(0.0)
-    ours, theirs = (_compiled(f, calls[0]) for f in (function, OPS[op]))
+    ours, theirs = _compiled(function), _compiled(OPS[op])
     return _pooled((ours(call), theirs(call)) for call in calls)
 
 
@@ -55,24 +53,39 @@ def size_of(fault: Fault, calls: Mapping[str, Sequence[Call]]) -> Size:
 
 
 def ratio_at_op(fault: Fault) -> tuple[Size, float]:
-    """The error on the fault's own synthetic inputs, and over the yardstick's on the same."""
-    size, ratio = Size(0.0), 0.0
-    for op, kernel in load_kernels(fault.specs).items():
-        call, truth, normal = _yardstick(op, fault.inputs)
-        here = _pooled([(_compiled(kernel, call)(call), truth)])
-        size = Size(max(size.output, here.output), max(size.state, here.state))
-        ratio = max(ratio, here.largest / normal)
-    return size, ratio
+    """The error on the fault's own synthetic inputs, and over the yardstick's on the same.
+
+    At the first op that the fault replaces: the other one takes the same function.
+    """
+    op, kernel = next(iter(load_kernels(fault.specs).items()))
+    truth, normal = _yardstick(op, fault.inputs)
+    call = example(op, fault.inputs)
+    size = _pooled([(_compiled(kernel, _QUICK)(call), truth)])
+    return size, size.largest / normal
 
 
 @functools.cache
-def _yardstick(op: str, family: str) -> tuple[Call, Any, float]:
-    """A synthetic call, the healthy op's result, and the error of an equally right kernel there."""
+def _yardstick(op: str, family: str) -> tuple[Any, float]:
+    """The healthy op's result on a synthetic call, and the error there of an equally right one."""
     call = example(op, family)
-    truth = _compiled(OPS[op], call)(call)
-    normal = _pooled([(_compiled(_normal(op), call)(call), truth)])
-    # A single decode step of an equally right kernel may round nothing.
-    return call, truth, max(normal.largest, 1e-6)
+    truth = _healthy(op)(call)
+    normal = _pooled([(_equally_right(op)(call), truth)])
+    # A few decode steps of an equally right kernel may round nothing.
+    return truth, max(normal.largest, 1e-6)
+
+
+@functools.cache
+def _healthy(op: str) -> Callable[[Call], Any]:
+    return _compiled(OPS[op], _QUICK)
+
+
+@functools.cache
+def _equally_right(op: str) -> Callable[[Call], Any]:
+    def equally_right(*arguments: jax.Array, formats: Any, **keywords: Any) -> Any:
+        changed = dataclasses.replace(formats, **NORMAL_FORMATS[op.partition(".")[0]])
+        return OPS[op](*arguments, formats=changed, **keywords)
+
+    return _compiled(equally_right, _QUICK)
 
 
 def _pooled(pairs: Iterable[tuple[Any, Any]]) -> Size:
@@ -84,22 +97,23 @@ def _pooled(pairs: Iterable[tuple[Any, Any]]) -> Size:
     return Size(*(_root(error, truth) for error, truth in squares))
 
 
-def _normal(op: str) -> Callable[..., Any]:
-    def equally_right(*arguments: jax.Array, formats: Any, **keywords: Any) -> Any:
-        changed = dataclasses.replace(formats, **NORMAL_FORMATS[op.partition(".")[0]])
-        return OPS[op](*arguments, formats=changed, **keywords)
-
-    return equally_right
+# Synthetic calls are small: what costs time is the compiler.
+_QUICK = {"xla_backend_optimization_level": 0}
 
 
-def _compiled(function: Callable[..., Any] | Kernel, like: Call) -> Callable[[Call], Any]:
-    """`function` jitted for calls whose numbers and formats are those of `like`."""
-    fixed = {k: v for k, v in like.keywords.items() if not hasattr(v, "shape")}
-    run = jax.jit(lambda arguments, arrays: function(*arguments, **arrays, **fixed))
+def _compiled(
+    function: Callable[..., Any] | Kernel, options: dict[str, Any] | None = None
+) -> Callable[[Call], Any]:
+    """`function` under jit, of calls; compiled once for all calls of the same shapes."""
+
+    @functools.partial(jax.jit, static_argnums=2, compiler_options=options)
+    def run(arguments: Any, arrays: Any, fixed: tuple[tuple[str, Any], ...]) -> Any:
+        return function(*arguments, **arrays, **dict(fixed))
 
     def on(call: Call) -> Any:
         arrays = {k: v for k, v in call.keywords.items() if hasattr(v, "shape")}
-        return run(call.arguments, arrays)
+        fixed = tuple((k, v) for k, v in call.keywords.items() if k not in arrays)
+        return run(call.arguments, arrays, fixed)
 
     return on
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kernjax.faults.catalogue import NOT_ONE_OP
 from kernjax.faults.measure import Size
 from kernjax.faults.trials import Result
 
@@ -39,6 +40,8 @@ def markdown(results: Sequence[Result], floor: Mapping[str, float], title: str) 
             f"| `{result.id}` | {', '.join(result.ops)} | {result.what} | {result.source} |"
             f" {_size(result.errors)} | {_ratios(result)} | {came_to} | {gate} |"
         )
+    lines += ["", "Bugs that no replacement of one op expresses:", ""]
+    lines += [f"- {bug}: {why}." for bug, why in NOT_ONE_OP]
     return "\n".join([*lines, ""])
 
 

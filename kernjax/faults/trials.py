@@ -2,8 +2,9 @@
 
 A fault is looked at on a few segments first, which is enough for most; what is not red there is
 run on the whole corpus. There it is red, or below the floor: in every gate's every row the 95 %
-upper bound lies below the smallest effect that the row fails with 95 % power. A fault that cannot
-act on the corpus is judged at its op, on inputs that make it act.
+upper bound lies below the smallest effect that the row fails with 95 % power. Neither is at the
+floor: INCONCLUSIVE. A fault that cannot act on the corpus is judged at its op, on inputs that make
+it act.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 
-from kernjax.faults.capture import capture, with_scales
+from kernjax.faults.capture import LAYERS, capture, with_scales
 from kernjax.faults.catalogue import Fault
 from kernjax.faults.inputs import Call
 from kernjax.faults.measure import RED_AT_OP, Size, ratio_at_op, size_of
@@ -29,8 +30,9 @@ from kernjax.recording import Recording, load_recording
 from kernjax.scoring.recorder import Progress
 from kernjax.scoring.session import Session
 
-RED, FLOOR, QUIET = "red", "below the floor", "not red"
-MISSED, UNDECIDED, FALSE_ALARM = "MISSED", "UNDECIDED", "FALSE ALARM"
+RED, QUIET = "red", "not red"
+BELOW, AT = "below the floor", "at the floor"
+MISSED, FALSE_ALARM = "MISSED", "FALSE ALARM"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Result:
         """Whether it came to what the catalogue says."""
         if self.expected == "green":
             return self.status == QUIET
-        return self.status == RED or (self.expected == "floor" and self.status == FLOOR)
+        return self.status == RED or (self.expected == "floor" and self.status in (BELOW, AT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,11 +93,10 @@ class Trials:
     def fitting(self, faults: Iterable[Fault]) -> list[Fault]:
         """Those whose ops this model has."""
         types = ModelConfig.from_directory(self.session.model).layer_types
-        kinds = {"attention": "full_attention", "delta_rule": "linear_attention"}
         return [
             fault
             for fault in faults
-            if all(kinds[op.partition(".")[0]] in types for op, _ in fault.kernels)
+            if all(LAYERS[op.partition(".")[0]] in types for op, _ in fault.kernels)
         ]
 
     def normal(self, name: str, recorded: Path | None = None) -> Result:
@@ -166,9 +167,13 @@ class Trials:
             return FALSE_ALARM if is_red else QUIET
         if is_red:
             return RED
-        if verdict.segments == len(self.band.segments) and is_below_floor(verdict.gates):
-            return FLOOR
-        return UNDECIDED if fault.expected == "floor" else MISSED
+        if verdict.segments == len(self.band.segments):
+            if is_below_floor(verdict.gates):
+                return BELOW
+            # A PASS is below the floor; what is not is INCONCLUSIVE, and would not be merged.
+            if fault.expected == "floor":
+                return AT
+        return MISSED
 
     def _looks(self, fault: Fault) -> list[int | None]:
         """Segments of each kind and depth to try, one look after another; None: all."""
