@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from kernjax.base.errors import UserError
+from kernjax.model import plan_execution
 from kernjax.plugins import (
     check_called,
+    check_layers,
     check_output,
     check_policy,
     expected_output,
@@ -154,6 +156,27 @@ def test_several_kernels(plug_in) -> None:
         check_called(kernels)
     with pytest.raises(UserError, match="names attention.prefill twice"):
         load_kernels([specs[0], specs[0]])
+
+
+def test_a_kernel_may_be_restricted_to_layers(plug_in) -> None:
+    name = plug_in(PREFILL.format(result="o"))
+    kernel = load_kernel(f"attention.prefill={name}:prefill@layers=3,7-9")
+    assert [layer for layer in range(12) if kernel.covers(layer)] == [3, 7, 8, 9]
+    assert kernel.name == f"{name}:prefill" and kernel.to_dict()["layers"] == "3,7-9"
+    everywhere = load_kernel(f"attention.prefill={name}:prefill")
+    assert everywhere.covers(11) and "layers" not in everywhere.to_dict()
+    assert kernel != everywhere
+
+    plans = plan_execution(parse_policy("f32"), 12, {kernel.op: kernel}).layers
+    assert [bool(plan.kernels) for plan in plans] == [kernel.covers(i) for i in range(12)]
+    kinds = (["linear_attention"] * 3 + ["full_attention"]) * 3
+    with pytest.raises(UserError, match="layers 8-9"):
+        check_layers({kernel.op: load_kernel(f"{kernel.op}={name}:prefill@layers=3,8-9")}, kinds)
+    with pytest.raises(UserError, match="layers 12-12"):
+        check_layers({kernel.op: load_kernel(f"{kernel.op}={name}:prefill@layers=12")}, kinds)
+    check_layers({kernel.op: load_kernel(f"{kernel.op}={name}:prefill@layers=3,7")}, kinds)
+    with pytest.raises(UserError, match="no list of layers"):
+        load_kernel(f"attention.prefill={name}:prefill@3")
 
 
 def test_every_public_op_can_stand_in_for_itself() -> None:

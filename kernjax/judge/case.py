@@ -146,7 +146,8 @@ class Case:
             words.append(f"--policy={flags.pop('policy', policy)}")
             for op, kernel in sorted((ours.get("kernels") or {}).items()):
                 if kernel != (theirs.get("kernels") or {}).get(op) and ":" in str(kernel):
-                    words.append(f"--kernel={op}={kernel.get('name')}")
+                    at = f"@layers={kernel['layers']}" if kernel.get("layers") else ""
+                    words.append(f"--kernel={op}={kernel.get('name')}{at}")
         else:
             words.append(f"--candidate={c.candidate_name}")
         words += [f"--{name}={value}" for name, value in flags.items()]

@@ -6,5 +6,7 @@ from kernjax.model.config import ModelConfig as ModelConfig
 from kernjax.model.decoder import Decoder as Decoder
 from kernjax.model.decoder import forward as forward
 from kernjax.model.decoder import logits as logits
+from kernjax.model.decoder import one_layer as one_layer
+from kernjax.model.decoder import run_layer as run_layer
 from kernjax.model.execution import Execution as Execution
 from kernjax.model.execution import plan_execution as plan_execution

@@ -8,8 +8,9 @@ layers only) become branches of one `lax.switch`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,13 +54,17 @@ def forward(
     count: jax.Array | None = None,
     decode: bool = False,
     capture: jax.Array | None = None,
+    variants: Sequence[Execution] = (),
+    which: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
     """Runs tokens int32 [B, T] on top of `cache`: (hidden [B, T, D], new cache, captured).
 
     hidden is after the final norm. `count` (int32 [], default T) tokens are real, the rest is
     padding. `decode` chooses the decode ops (T of 1..8). `capture` int32 [R] are columns whose
     residual stream is returned after every layer as float32 [layers, B, R, D].
-    The cache must have room for T more tokens.
+    The cache must have room for T more tokens. `which` int32 [layers] chooses for every layer, in
+    the compiled program, the plan of `execution` (0) or of `variants[which - 1]`; what is outside
+    the layers is always `execution.top`.
     """
     config = decoder.config
     count = jnp.int32(tokens.shape[1]) if count is None else count
@@ -70,7 +75,8 @@ def forward(
         LINEAR: None if decoder.linear is None else nnx.split(decoder.linear),
         FULL: None if decoder.full is None else nnx.split(decoder.full),
     }
-    step = _layer_step(config, execution, stacks, cache.length, count, decode, capture)
+    executions = (execution, *variants)
+    step = _layer_step(config, executions, which, stacks, cache.length, count, decode, capture)
     carry = (x, cache.keys, cache.values, cache.conv, cache.state)
     carry, captured = _run_pattern(config.layer_types, step, carry)
     x, keys, values, conv, state = carry
@@ -84,13 +90,42 @@ def logits(decoder: Decoder, hidden: jax.Array, execution: Execution) -> jax.Arr
     return round_to(dot(hidden, head, execution.top), execution.top.logits)
 
 
+def one_layer(config: ModelConfig, kind: str) -> ModelConfig:
+    """The config of a model with a single layer of `kind`: whose cache `run_layer` takes."""
+    return dataclasses.replace(config, num_layers=1, layer_types=(kind,))
+
+
+def run_layer(
+    decoder: Decoder,
+    kind: str,
+    index: jax.Array,
+    x: jax.Array,
+    cache: Cache,
+    execution: Execution,
+    *,
+    decode: bool = False,
+) -> tuple[jax.Array, Cache]:
+    """One layer by itself: the `index`-th of its kind on x [B, T, D], under `execution.layers[0]`.
+
+    `cache` is that of `one_layer`, with room for T more tokens; returns the new x and cache.
+    """
+    graph, params = nnx.split(decoder.linear if kind == LINEAR else decoder.full)
+    stack = {kind: (graph, jax.tree.map(lambda leaf: _at(leaf, index)[None], params))}
+    count, config = jnp.int32(x.shape[1]), one_layer(decoder.config, kind)
+    step = _layer_step(config, (execution,), None, stack, cache.length, count, decode, None)
+    carry = (x, cache.keys, cache.values, cache.conv, cache.state)
+    (y, keys, values, conv, state), _ = step(kind, jnp.int32(0), carry)
+    return y, Cache(keys, values, conv, state, cache.length + count)
+
+
 Carry = tuple[jax.Array, ...]
 Step = Callable[[str, jax.Array, Carry], tuple[Carry, jax.Array | None]]
 
 
 def _layer_step(
     config: ModelConfig,
-    execution: Execution,
+    executions: Sequence[Execution],
+    which: jax.Array | None,
     stacks: Mapping[str, Any],
     start: jax.Array,
     count: jax.Array,
@@ -98,14 +133,12 @@ def _layer_step(
     capture: jax.Array | None,
 ) -> Step:
     """A function (kind, index among its kind, carry) -> (carry, captured)."""
+    at = {
+        kind: np.asarray([i for i, k in enumerate(config.layer_types) if k == kind], np.int32)
+        for kind in (LINEAR, FULL)
+    }
     plans = {
-        kind: _distinct(
-            [
-                plan
-                for plan, k in zip(execution.layers, config.layer_types, strict=True)
-                if k == kind
-            ]
-        )
+        kind: _distinct([[execution.layers[i] for i in at[kind]] for execution in executions])
         for kind in (LINEAR, FULL)
     }
 
@@ -124,14 +157,15 @@ def _layer_step(
     def step(kind: str, index: jax.Array, carry: Carry):
         graph, params = stacks[kind]
         layer = nnx.merge(graph, jax.tree.map(lambda leaf: _at(leaf, index), params))
-        distinct, which = plans[kind]
+        distinct, table = plans[kind]
         branches = [
             lambda operands, plan=plan: run(kind, plan, layer, index, operands) for plan in distinct
         ]
         if len(branches) == 1:
             carry = branches[0](carry)
         else:
-            carry = jax.lax.switch(jnp.asarray(which)[index], branches, carry)
+            variant = 0 if which is None else which[at[kind]][index]
+            carry = jax.lax.switch(jnp.asarray(table)[variant, index], branches, carry)
         seen = None if capture is None else carry[0][:, capture].astype(jnp.float32)
         return carry, seen
 
@@ -199,7 +233,11 @@ def _put(stack: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(stack, value.astype(stack.dtype), index, 0)
 
 
-def _distinct(plans: list[Any]) -> tuple[list[Any], np.ndarray]:
-    """The different plans in order of appearance, and which of them each layer has."""
-    distinct = list(dict.fromkeys(plans))
-    return distinct, np.asarray([distinct.index(plan) for plan in plans], np.int32)
+def _distinct(plans: Sequence[Sequence[Any]]) -> tuple[list[Any], np.ndarray]:
+    """The different plans in order of appearance, and which each execution's layers have.
+
+    The table is int32 [executions, layers].
+    """
+    distinct = list(dict.fromkeys(plan for layers in plans for plan in layers))
+    table = [[distinct.index(plan) for plan in layers] for layers in plans]
+    return distinct, np.asarray(table, np.int32)

@@ -82,8 +82,18 @@ def plan_execution(
     """The execution of `policy` on a model of `num_layers`, with plug-ins in place of named ops.
 
     `kernels` maps an op's name (`attention.prefill`, ...) to a function of the op's public
-    signature; the others come from `pallas_kernels`, where the policy names an implementation.
+    signature; the others come from `pallas_kernels`, where the policy names an implementation. One
+    with a method `covers(layer)` stands in where that says so.
     """
-    plugged = tuple(sorted((kernels or {}).items(), key=lambda item: item[0]))
-    layers = tuple(LayerPlan(policy.for_layer(index), plugged) for index in range(num_layers))
-    return Execution(policy.without_overrides(), layers)
+    plugged = sorted((kernels or {}).items(), key=lambda item: item[0])
+
+    def at(layer: int) -> LayerPlan:
+        here = (pair for pair in plugged if getattr(pair[1], "covers", _everywhere)(layer))
+        return LayerPlan(policy.for_layer(layer), tuple(here))
+
+    return Execution(policy.without_overrides(), tuple(map(at, range(num_layers))))
+
+
+def _everywhere(layer: int) -> bool:
+    del layer
+    return True

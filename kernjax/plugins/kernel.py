@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kernjax.base.errors import UserError
+from kernjax.precision.policy import Span, spans_text
 from pallas_kernels.ops import OPS
 
 
@@ -21,7 +22,8 @@ class Kernel:
     """A function that computes `op`; called with the op's whole signature less `implementation`:
     arrays by position, every keyword every time, at its public default where the caller left it.
 
-    `name` is `module:function` as it was given, `sha256` that of the function's source file.
+    `name` is `module:function` as it was given, `sha256` that of the function's source file;
+    `layers` restricts it to some (first and last, both included), empty means all.
     Shapes, dtypes and structure of what it returns are checked while it is traced, so that the
     compiled program pays nothing; values are not: a NaN is for the judgement to find.
     """
@@ -30,6 +32,11 @@ class Kernel:
     name: str
     function: Callable[..., Any]
     sha256: str
+    layers: tuple[Span, ...] = ()
+
+    def covers(self, layer: int) -> bool:
+        """Whether it stands in for its op at this layer."""
+        return not self.layers or any(first <= layer <= last for first, last in self.layers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _called.add(self)
@@ -54,8 +61,9 @@ class Kernel:
         return self in _called
 
     def to_dict(self) -> dict[str, str]:
-        """For a manifest: which function, and the hash of the file it came from."""
-        return {"name": self.name, "sha256": self.sha256}
+        """For a manifest: which function, the hash of the file it came from, and its layers."""
+        layers = {"layers": spans_text(self.layers)} if self.layers else {}
+        return {"name": self.name, "sha256": self.sha256, **layers}
 
 
 # Beside the record, not in it: equal kernels share one trace, and so must share the proof of it.

@@ -1,4 +1,4 @@
-"""`--kernel OP=module:function`: finds the function and refuses what cannot stand in for the op."""
+"""`--kernel OP=module:function[@layers=3]`: finds the function, refuses what cannot stand in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +14,9 @@ from kernjax.base.errors import UserError
 from kernjax.base.hashing import sha256_file
 from kernjax.plugins.kernel import Kernel, one_line, signature
 from kernjax.precision.fields import LayerPolicy, nearest
+from kernjax.precision.grammar import parse_layers
+from kernjax.precision.policy import spans_text
+from kernjax.precision.sites import kind_of
 from pallas_kernels.ops import OPS
 
 _FORM = "A kernel is named OP=module:function, e.g. attention.prefill=my_package.my_module:prefill."
@@ -36,10 +39,13 @@ def load_kernels(specs: Iterable[str]) -> dict[str, Kernel]:
 def load_kernel(spec: str) -> Kernel:
     """The function that `OP=module:function` names; modules are found as in `python -m`.
 
+    `@layers=3,5-7` behind it restricts the kernel to these layers, counted from 0.
+
     UserError for an unknown op, a module that does not import, a missing or uncallable attribute,
     and a signature that does not take what the op is called with.
     """
     op, _, name = (part.strip() for part in spec.partition("="))
+    name, at, layers = (part.strip() for part in name.partition("@"))
     module_name, _, attribute = name.partition(":")
     if op not in OPS:
         raise UserError(
@@ -52,7 +58,8 @@ def load_kernel(spec: str) -> Kernel:
     module = _import(spec, module_name)
     function = _function(spec, module, attribute)
     _check_signature(spec, op, function)
-    return Kernel(op, name, function, sha256_file(_source_file(spec, module, function)))
+    spans = parse_layers(f"--kernel {spec}", layers) if at else ()
+    return Kernel(op, name, function, sha256_file(_source_file(spec, module, function)), spans)
 
 
 def check_policy(kernels: Mapping[str, Kernel], policy: LayerPolicy) -> None:
@@ -63,6 +70,19 @@ def check_policy(kernels: Mapping[str, Kernel], policy: LayerPolicy) -> None:
                 f"--kernel gives {op} to {kernel.name}, the policy to {implementation!r}.",
                 todo=f"Drop the kernel or {op}.implementation.",
             )
+
+
+def check_layers(kernels: Mapping[str, Kernel], layer_types: Sequence[str]) -> None:
+    """UserError for a kernel whose layers the model lacks, or that never run its op."""
+    for op, kernel in kernels.items():
+        fitting = [i for i, kind in enumerate(layer_types) if kind == kind_of(f"{op}.")]
+        for first, last in kernel.layers:
+            if last >= len(layer_types) or not any(first <= i <= last for i in fitting):
+                raise UserError(
+                    f"Kernel {kernel.name}@layers={spans_text(kernel.layers)}: there is no {op} in"
+                    f" layers {first}-{last}.",
+                    f"Layers that run it: {', '.join(map(str, fitting)) or 'none'}.",
+                )
 
 
 def check_called(kernels: Mapping[str, Kernel]) -> None:

@@ -39,7 +39,7 @@ def parse_setting(text: str) -> Setting:
     if not (name and equals and value):
         raise UserError(f"Policy setting {text!r} is not field=value.", _GRAMMAR)
     leaf = field(name)
-    spans = _parse_layers(text, layers) if at else ()
+    spans = parse_layers(text, layers) if at else ()
     if spans and not leaf.per_layer:
         raise UserError(
             f"Policy setting {text!r}: {name} belongs to the whole model, not to a layer.",
@@ -76,7 +76,8 @@ def check_settings(settings: Iterable[Setting], base: Policy) -> None:
             )
 
 
-def _parse_layers(text: str, layers: str) -> tuple[Span, ...]:
+def parse_layers(text: str, layers: str) -> tuple[Span, ...]:
+    """`layers=3,5-7` as spans; UserError that quotes the whole `text` it stands in."""
     key, _, numbers = layers.partition("=")
     spans: list[Span] = []
     for part in numbers.split(","):
@@ -84,7 +85,7 @@ def _parse_layers(text: str, layers: str) -> tuple[Span, ...]:
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if key.strip() != "layers" or first > last:
             raise UserError(
-                f"Policy setting {text!r}: {'@' + layers!r} is no list of layers.",
+                f"{text!r}: {'@' + layers!r} is no list of layers.",
                 "Layers are written @layers=3,5-7, counted from 0.",
             )
         spans.append((first, last))

@@ -16,6 +16,11 @@ from kernjax.precision.fields import FIELDS, LayerPolicy, Value, field, show
 Span = tuple[int, int]  # first and last layer, both included
 
 
+def spans_text(spans: Iterable[Span]) -> str:
+    """`3,5-7`, as layers are written."""
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """One field at one value: everywhere, or at some layers only."""
@@ -30,8 +35,7 @@ class Setting:
     @property
     def target(self) -> str:
         """The field and its layers as written: `attention.p@layers=3,5-7`."""
-        spans = (str(a) if a == b else f"{a}-{b}" for a, b in self.layers)
-        return f"{self.field}@layers={','.join(spans)}" if self.layers else self.field
+        return f"{self.field}@layers={spans_text(self.layers)}" if self.layers else self.field
 
     def __str__(self) -> str:
         name, at, layers = self.target.partition("@")

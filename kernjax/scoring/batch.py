@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,13 @@ from flax import nnx
 
 from kernjax.model import Cache, Decoder, Execution, forward, init_cache, logits
 from kernjax.scoring.positions import DECODE, PREFILL, RESCORE
+from kernjax.scoring.programs import Program
 from kernjax.scoring.rows import TOP_K, score_rows
 from kernjax.scoring.sketch import sketch
 
 _CAPACITY_STEP = 512
+# Depths below share the programs for decode and rescoring; an unused slot costs memory only.
+_LEAST_CAPACITY = 2560
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,19 +45,36 @@ class RowPlan:
 class Scorer:
     """A model, an execution and the compiled functions that score batches with them.
 
-    `hidden=True` adds per-layer sketches of the residual stream to every row.
+    `hidden=True` adds per-layer sketches of the residual stream to every row, `full=True` the
+    log-probabilities of the whole vocabulary. With `variants`,
+    other executions with the same `top`, each call of `score` chooses which one a layer runs, by
+    the same compiled programs.
     """
 
     def __init__(
-        self, decoder: Decoder, execution: Execution, window: int, *, hidden: bool = False
+        self,
+        decoder: Decoder,
+        execution: Execution,
+        window: int,
+        *,
+        hidden: bool = False,
+        full: bool = False,
+        variants: Sequence[Execution] = (),
     ) -> None:
         self.config, self.execution, self.window = decoder.config, execution, window
         self.hidden = hidden
+        plans = tuple(plan for one in (execution, *variants) for plan in one.layers)
+        # A cache holds what any variant stores.
+        self._stored = dataclasses.replace(execution, layers=plans)
+        self._which = jnp.zeros(len(execution.layers), jnp.int32) if variants else None
         graph, self._params = nnx.split(decoder)
-        self._prefill = jax.jit(
-            functools.partial(_prefill_window, graph, execution, hidden), donate_argnums=2
-        )
-        self._decode = jax.jit(functools.partial(_decode_scan, graph, execution, hidden))
+        chosen = (graph, execution, tuple(variants), hidden, full)
+        self._prefill = Program(functools.partial(_prefill_window, *chosen), donate=(3,))
+        self._decode = Program(functools.partial(_decode_scan, *chosen))
+
+    def choose(self, which: np.ndarray) -> None:
+        """From now on layer i runs variant `which[i]` (0: the execution, k: `variants[k - 1]`)."""
+        self._which = jnp.asarray(which, jnp.int32)
 
     def score(
         self,
@@ -68,8 +90,7 @@ class Scorer:
         """
         batch, total = tokens.shape
         score_len = total - 1 - context_len
-        capacity = -(-(context_len + score_len) // _CAPACITY_STEP) * _CAPACITY_STEP
-        cache = init_cache(self.config, self.execution, batch, capacity)
+        cache = init_cache(self.config, self._stored, batch, _capacity(context_len + score_len))
         parts: list[_Part] = []
         for start in range(0, context_len, self.window):
             stop = min(start + self.window, context_len)
@@ -83,6 +104,45 @@ class Scorer:
             parts.append(self._rescore(tokens, context_len, score_len, prefix, plans))
         return [_collect(parts, row) for row in range(batch)]
 
+    def prepare(
+        self,
+        pool: ThreadPoolExecutor,
+        batch: int,
+        context_len: int,
+        score_len: int,
+        plans: list[RowPlan],
+    ) -> None:
+        """Starts to compile what `score` will call for such a batch.
+
+        For weights on one device: what is sharded compiles when it is called.
+        """
+        shape = functools.partial(jax.ShapeDtypeStruct, dtype=np.int32)
+        cache = jax.eval_shape(
+            lambda: init_cache(self.config, self._stored, batch, _capacity(context_len + score_len))
+        )
+
+        def ids(*rows: int) -> Any:
+            return None if plans[0].top_ids is None else shape((batch, *rows, TOP_K))
+
+        def window(start: int, stop: int, width: int) -> None:
+            rows = shape((batch, width))
+            self._prefill.prepare(
+                pool, self._params, self._which, shape((batch, stop - start)), cache, rows, rows,
+                ids(width),
+            )  # fmt: skip
+
+        starts = range(0, context_len, self.window)
+        for start in starts:
+            stop = min(start + self.window, context_len)
+            inside = max(int(_inside(plan.prefill, start, stop).sum()) for plan in plans)
+            window(start, stop, _width(inside))
+            if start == 0:
+                # Needed last, but shared by all depths; a deep context has time for its own later.
+                steps = shape((batch, score_len + 1))
+                self._decode.prepare(pool, self._params, self._which, steps, cache, ids(score_len))
+        if any(plan.rescore for plan in plans):
+            window(context_len, context_len + score_len, score_len)
+
     def _score_window(
         self, tokens: np.ndarray, start: int, stop: int, cache: Cache, plans: list[RowPlan]
     ) -> tuple[Cache, _Part]:
@@ -91,7 +151,7 @@ class Scorer:
             np.arange(len(plan.prefill))[where] for plan, where in zip(plans, inside, strict=True)
         ]
         columns = [plan.prefill[where] - start for plan, where in zip(plans, inside, strict=True)]
-        width = max(1, max(map(len, columns)))
+        width = _width(max(map(len, columns)))
         return self._run_window(tokens, start, stop, cache, plans, columns, rows, width, PREFILL)
 
     def _rescore(
@@ -127,7 +187,13 @@ class Scorer:
         targets = np.take_along_axis(tokens[:, start + 1 : stop + 1], padded, axis=1)
         ids = _ids([(plan.top_ids, r) for plan, r in zip(plans, rows, strict=True)], width)
         cache, scored = self._prefill(
-            self._params, jnp.asarray(tokens[:, start:stop]), cache, padded, targets, ids
+            self._params,
+            self._which,
+            jnp.asarray(tokens[:, start:stop]),
+            cache,
+            padded,
+            targets,
+            ids,
         )
         positions = [c + start for c in columns]
         return cache, _Part(phase, positions, jax.device_get(scored))
@@ -142,7 +208,9 @@ class Scorer:
     ) -> _Part:
         rows = [len(plan.prefill) + np.arange(score_len) for plan in plans]
         ids = _ids([(plan.top_ids, r) for plan, r in zip(plans, rows, strict=True)], score_len)
-        scored = self._decode(self._params, jnp.asarray(tokens[:, context_len:]), cache, ids)
+        scored = self._decode(
+            self._params, self._which, jnp.asarray(tokens[:, context_len:]), cache, ids
+        )
         position = np.arange(context_len, context_len + score_len, dtype=np.int32)
         return _Part(DECODE, [position] * len(plans), jax.device_get(scored))
 
@@ -156,19 +224,23 @@ class _Part:
     scored: Mapping[str, np.ndarray]
 
 
-def _prefill_window(graph, execution, hidden, params, tokens, cache, columns, targets, ids):
+def _prefill_window(
+    graph, execution, variants, hidden, full, params, which, tokens, cache, columns, targets, ids
+):
     decoder = nnx.merge(graph, params)
     capture = jnp.arange(tokens.shape[1]) if hidden else None
-    states, cache, captured = forward(decoder, tokens, cache, execution, capture=capture)
+    states, cache, captured = forward(
+        decoder, tokens, cache, execution, capture=capture, variants=variants, which=which
+    )
     chosen = jnp.take_along_axis(states, columns[:, :, None], axis=1)
-    scored = score_rows(logits(decoder, chosen, execution), targets, ids)
+    scored = score_rows(logits(decoder, chosen, execution), targets, ids, full=full)
     if hidden:
         at_columns = jnp.take_along_axis(captured, columns[None, :, :, None], axis=2)
         scored["hidden_sketch"] = sketch(at_columns)
     return cache, scored
 
 
-def _decode_scan(graph, execution, hidden, params, tokens, cache, ids):
+def _decode_scan(graph, execution, variants, hidden, full, params, which, tokens, cache, ids):
     """tokens [B, steps + 1] -> rows [B, steps, ...]; the scan is over steps."""
     decoder = nnx.merge(graph, params)
     capture = jnp.zeros((1,), jnp.int32) if hidden else None
@@ -176,9 +248,16 @@ def _decode_scan(graph, execution, hidden, params, tokens, cache, ids):
     def step(cache, inputs):
         token, target, at = inputs
         states, cache, captured = forward(
-            decoder, token[:, None], cache, execution, decode=True, capture=capture
+            decoder,
+            token[:, None],
+            cache,
+            execution,
+            decode=True,
+            capture=capture,
+            variants=variants,
+            which=which,
         )
-        scored = score_rows(logits(decoder, states[:, 0], execution), target, at)
+        scored = score_rows(logits(decoder, states[:, 0], execution), target, at, full=full)
         if hidden:
             scored["hidden_sketch"] = sketch(captured[:, :, 0])
         return cache, scored
@@ -187,6 +266,16 @@ def _decode_scan(graph, execution, hidden, params, tokens, cache, ids):
     ids = None if ids is None else jnp.swapaxes(ids, 0, 1)
     _, scored = jax.lax.scan(step, cache, (by_step[:-1], by_step[1:], ids))
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), scored)
+
+
+def _capacity(tokens: int) -> int:
+    """Cache slots for so many tokens."""
+    return max(-(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP, _LEAST_CAPACITY)
+
+
+def _width(columns: int) -> int:
+    """Scored columns of a window, padded so that windows of unequal counts share a program."""
+    return 1 << max(columns - 1, 0).bit_length()
 
 
 def _inside(positions: np.ndarray, start: int, stop: int) -> np.ndarray:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,10 +20,11 @@ from kernjax.base.errors import UserError
 from kernjax.base.hashing import sha256_file
 from kernjax.model import Decoder, ModelConfig, plan_execution
 from kernjax.model.params import abstract_params, leaves, tree_of
-from kernjax.plugins import Kernel, check_called, check_policy
+from kernjax.plugins import Kernel, check_called, check_layers, check_policy
 from kernjax.precision import Policy, executed_sites
 from kernjax.scoring.batch import RowPlan, Scorer
 from kernjax.scoring.compilation import use_compilation_cache
+from kernjax.scoring.programs import compilers
 from kernjax.scoring.sketch import SKETCH_DIM
 from kernjax.texts import Corpus
 from kernjax.weights import format_mesh, load_params, weights_sha256
@@ -30,6 +32,10 @@ from pallas_kernels.formats import Format, round_to
 from pallas_kernels.xla_cpu import sums_are_right
 
 _PACKAGES = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy")
+
+
+# Of a batch: its size, context length, decode length and one plan a segment.
+Shape = tuple[int, int, int, list[RowPlan]]
 
 
 class Producer(Protocol):
@@ -44,6 +50,10 @@ class Producer(Protocol):
 
     def check_corpus(self, corpus: Corpus) -> None:
         """UserError when the policy sets something that this corpus never executes."""
+        ...
+
+    def compiling(self, batches: list[Shape]) -> contextlib.AbstractContextManager[None]:
+        """While it is open, what these batches need may be compiled beside what runs."""
         ...
 
     def score(
@@ -88,7 +98,8 @@ class Checkpoint:
 
 
 class JaxProducer:
-    """Our own model. `hidden=True` adds per-layer sketches of the residual stream.
+    """Our own model. `hidden=True` adds per-layer sketches of the residual stream, `full=True` the
+    log-probabilities of the whole vocabulary, to every row.
 
     `directory` is an HF directory, or a `Checkpoint` that several producers share (with its mesh).
     """
@@ -101,17 +112,19 @@ class JaxProducer:
         *,
         mesh: Mesh | None = None,
         hidden: bool = False,
+        full: bool = False,
         progress: bool = False,
     ) -> None:
         if not isinstance(directory, Checkpoint):
             directory = Checkpoint(directory, mesh, progress)
         self.checkpoint, self.mesh = directory, directory.mesh
-        self.policy, self.hidden = policy, hidden
+        self.policy, self.hidden, self.full = policy, hidden, full
         self.kernels = dict(kernels or {})
         config = self.config = self.checkpoint.config
         self.vocab_size = config.vocab_size
         policy.validate_layers(config.num_layers, config.layer_types)
         check_policy(self.kernels, policy)
+        check_layers(self.kernels, config.layer_types)
         use_compilation_cache()
         if not sums_are_right():
             raise UserError(
@@ -123,10 +136,17 @@ class JaxProducer:
         params = self.checkpoint.params(_load_dtype(policy.weights))
         self.decoder = Decoder(config, rounded(params, config, policy.weights))
         self.execution = plan_execution(policy, config.num_layers, self.kernels)
-        self._scorer = Scorer(self.decoder, self.execution, policy.prefill_window, hidden=hidden)
+        self.scorer = Scorer(
+            self.decoder, self.execution, policy.prefill_window, hidden=hidden, full=full
+        )
 
     def identity(self) -> dict[str, Any]:
-        shape = [self.config.num_layers, SKETCH_DIM]
+        extras = {}
+        if self.hidden:
+            shape = [self.config.num_layers, SKETCH_DIM]
+            extras["hidden_sketch"] = {"dtype": "float32", "shape": shape}
+        if self.full:
+            extras["logprobs"] = {"dtype": "float32", "shape": [self.vocab_size]}
         return {
             **self.checkpoint.identity,
             "policy": self.policy.to_dict(),
@@ -138,9 +158,7 @@ class JaxProducer:
             "prefill_window": self.policy.prefill_window,
             "logits_dtype": self.policy.logits.dtype,
             "commit": commit(),
-            "extras": {"hidden_sketch": {"dtype": "float32", "shape": shape}}
-            if self.hidden
-            else {},
+            "extras": extras,
         }
 
     def check_corpus(self, corpus: Corpus) -> None:
@@ -153,6 +171,21 @@ class JaxProducer:
             )
         )
 
+    @contextlib.contextmanager
+    def compiling(self, batches: list[Shape]) -> Iterator[None]:
+        if self.mesh is not None or self.kernels:
+            # Arguments without their shardings would compile for one device; and a plug-in is
+            # traced where its errors belong, in the call that needs it.
+            yield
+            return
+        pool = compilers()
+        try:
+            for shape in batches:
+                self.scorer.prepare(pool, *shape)
+            yield
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
     def score(
         self,
         tokens: np.ndarray,
@@ -160,7 +193,7 @@ class JaxProducer:
         plans: list[RowPlan],
         progress: Callable[[int], None] = lambda done: None,
     ) -> list[dict[str, np.ndarray]]:
-        rows = self._scorer.score(tokens, context_len, plans, progress)
+        rows = self.scorer.score(tokens, context_len, plans, progress)
         check_called(self.kernels)
         return rows
 

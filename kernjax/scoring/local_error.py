@@ -1,0 +1,170 @@
+"""How far a layer under another plan is from the base, given the base's own inputs.
+
+The base runs a segment once and every layer's input is kept; then single layers run on these
+inputs, under the base's plan and under another one, each with its own state and cache carried
+along. What differs is the layer's own error, not what earlier layers did to its inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kernjax.model import Cache, Execution, forward, init_cache, one_layer, run_layer
+from kernjax.model.execution import LayerPlan
+from kernjax.scoring.producer import JaxProducer
+from pallas_kernels.formats import store
+
+_CAPACITY_STEP = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalError:
+    """Relative errors of one layer's update by position, float64: |y' - y| / |y - x|.
+
+    y is what the layer makes of x under the base's plan, y' under the other one. `prefill`
+    [context_len], `decode` [steps].
+    """
+
+    prefill: np.ndarray
+    decode: np.ndarray
+
+    @property
+    def by_position(self) -> np.ndarray:
+        """Both, by position in the segment."""
+        return np.concatenate([self.prefill, self.decode])
+
+
+class LayerBench:
+    """One segment's layer inputs under the base; `error(layer, plan)` runs a layer alone.
+
+    `execution` is what the base runs, on the producer's weights; tokens int32
+    [context_len + steps + 1]. Holds float32 [layers, tokens, D] on the host.
+    """
+
+    def __init__(
+        self, base: JaxProducer, execution: Execution, tokens: np.ndarray, context_len: int
+    ) -> None:
+        self._base, self._execution, self._context_len = base, execution, context_len
+        self._tokens = np.asarray(tokens[:-1], np.int32)[None]
+        self._window = base.policy.prefill_window
+        self._graph, self._params = nnx.split(base.decoder)
+        self._inputs = self._layer_inputs()
+        self._runs: dict[tuple[int, LayerPlan], np.ndarray] = {}
+        self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def error(self, layer: int, plan: LayerPlan) -> LocalError:
+        """The local error of `layer` under `plan`."""
+        x = self._inputs[layer].astype(np.float64)
+        own = self._run(layer, self._execution.layers[layer]).astype(np.float64)
+        other = self._run(layer, plan).astype(np.float64)
+        size = np.maximum(np.linalg.norm(own - x, axis=1), np.finfo(np.float64).tiny)
+        error = np.linalg.norm(other - own, axis=1) / size
+        return LocalError(error[: self._context_len], error[self._context_len :])
+
+    def _layer_inputs(self) -> np.ndarray:
+        """float32 [layers, tokens, D]: the residual stream before every layer."""
+        execution, config = self._execution, self._base.config
+        cache = init_cache(config, execution, 1, _capacity(self._tokens.shape[1]))
+        prefill = jax.jit(functools.partial(_captured, self._graph, execution, False))
+        step = jax.jit(functools.partial(_decoded, self._graph, execution))
+        embedded = store(self._base.decoder.embed[...][self._tokens], execution.top.activations)
+        first = np.asarray(embedded.astype(jnp.float32))
+        parts = []
+        for start, stop in self._windows():
+            cache, seen = prefill(self._params, cache, self._tokens[:, start:stop])
+            parts.append(np.asarray(seen)[:, 0])
+        steps = self._tokens[0, self._context_len :]
+        if len(steps):
+            parts.append(np.moveaxis(np.asarray(step(self._params, cache, steps)), 0, 1))
+        after = np.concatenate(parts, axis=1)  # [layers, tokens, D]
+        return np.concatenate([first, after[:-1]])
+
+    def _windows(self) -> list[tuple[int, int]]:
+        total, size = self._context_len, self._window
+        return [(start, min(start + size, total)) for start in range(0, total, size)]
+
+    def _run(self, layer: int, plan: LayerPlan) -> np.ndarray:
+        """float32 [tokens, D]: the layer's outputs on the base's inputs under `plan`."""
+        if (layer, plan) not in self._runs:
+            self._runs[layer, plan] = self._computed(layer, plan)
+        return self._runs[layer, plan]
+
+    def _computed(self, layer: int, plan: LayerPlan) -> np.ndarray:
+        config, kind = self._base.config, self._base.config.layer_types[layer]
+        execution = Execution(self._execution.top, (plan,))
+        index = jnp.int32(config.layer_types[:layer].count(kind))
+        cache = init_cache(one_layer(config, kind), execution, 1, _capacity(self._tokens.shape[1]))
+        run = self._compile(kind, execution, _layer_prefill)
+        x, parts = self._inputs[layer][None], []
+        for start, stop in self._windows():
+            y, cache = run(self._params, index, cache, x[:, start:stop])
+            parts.append(np.asarray(y)[0])
+        if x.shape[1] > self._context_len:
+            run = self._compile(kind, execution, _layer_decode)
+            parts.append(np.asarray(run(self._params, index, cache, x[0, self._context_len :])))
+        return np.concatenate(parts)
+
+    def _compile(
+        self, kind: str, execution: Execution, function: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        key = (kind, execution, function)
+        if key not in self._compiled:
+            # The stream's container is the base's: a narrower one would round more than the plan.
+            self._compiled[key] = jax.jit(
+                functools.partial(function, self._graph, kind, execution, self._stream)
+            )
+        return self._compiled[key]
+
+    @property
+    def _stream(self) -> jnp.dtype:
+        return self._execution.container(lambda policy: policy.activations)
+
+
+def _capacity(tokens: int) -> int:
+    return -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
+
+
+def _captured(graph, execution, decode, params, cache, tokens):
+    """(cache, float32 [layers, B, T, D]) of tokens [B, T]."""
+    decoder = nnx.merge(graph, params)
+    columns = jnp.arange(tokens.shape[1])
+    _, cache, seen = forward(decoder, tokens, cache, execution, decode=decode, capture=columns)
+    return cache, seen
+
+
+def _decoded(graph, execution, params, cache, tokens):
+    """float32 [steps, layers, D]: tokens int32 [steps] one by one."""
+
+    def step(cache, token):
+        cache, seen = _captured(graph, execution, True, params, cache, token[None, None])
+        return cache, seen[:, 0, 0]
+
+    return jax.lax.scan(step, cache, tokens)[1]
+
+
+def _layer_prefill(graph, kind, execution, dtype, params, index, cache, x):
+    """(float32 [1, T, D], cache) of x float32 [1, T, D]."""
+    decoder = nnx.merge(graph, params)
+    y, cache = run_layer(decoder, kind, index, x.astype(dtype), cache, execution)
+    return y.astype(jnp.float32), cache
+
+
+def _layer_decode(graph, kind, execution, dtype, params, index, cache: Cache, x):
+    """float32 [steps, D] of x [steps, D], one by one."""
+    decoder = nnx.merge(graph, params)
+
+    def step(cache, row):
+        y, cache = run_layer(
+            decoder, kind, index, row[None, None].astype(dtype), cache, execution, decode=True
+        )
+        return cache, y[0, 0].astype(jnp.float32)
+
+    return jax.lax.scan(step, cache, x)[1]
