@@ -50,6 +50,9 @@ _MESH = FLAGS.string("mesh", None, "Devices, e.g. data=1,tensor=8.")
 _LIMIT = FLAGS.integer("limit", None, "At most so many segments per kind and depth.", lower_bound=1)
 _RESCORE = FLAGS.boolean("rescore", False, "Also score the decoded tokens by one prefill call.")
 _HIDDEN = FLAGS.boolean("hidden", False, "Also keep a sketch of the residual stream per layer.")
+_FULL = FLAGS.boolean(
+    "full_vocabulary", False, "Also keep every token's logprob, 4 bytes each: small corpora only."
+)
 _OVERWRITE = FLAGS.boolean("overwrite", False, "Replace a recording that is there already.")
 _MIRROR = FLAGS.string("mirror", None, "Directory with a text corpus's sources.")
 _ONLY_CHECK = FLAGS.boolean("only_check_args", False, "Check flags and files, then stop.")
@@ -111,11 +114,17 @@ def _producer(model: Path, policy: Any, mesh: Any) -> Any:
     if _ENGINE.value == "jax":
         kernels = load_kernels(_KERNEL.value)
         return JaxProducer(
-            model, policy, kernels, mesh=mesh, hidden=_HIDDEN.value, progress=_MODEL.value != "demo"
+            model,
+            policy,
+            kernels,
+            mesh=mesh,
+            hidden=_HIDDEN.value,
+            full=_FULL.value,
+            progress=_MODEL.value != "demo",
         )
-    if _KERNEL.value or mesh is not None or _HIDDEN.value:
+    if _KERNEL.value or mesh is not None or _HIDDEN.value or _FULL.value:
         raise UserError(
-            "--kernel, --mesh and --hidden go with --engine=jax.",
+            "--kernel, --mesh, --hidden and --full_vocabulary go with --engine=jax.",
             todo="Drop them: the vendor's code runs as it is.",
         )
     from kernjax.engines.transformers import TransformersProducer

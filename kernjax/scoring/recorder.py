@@ -24,7 +24,7 @@ from kernjax.scoring.positions import PREFILL, RESCORE, prefill_positions
 from kernjax.scoring.producer import Producer, check_tokenizer
 from kernjax.texts import Corpus, Segment
 
-EXTRAS = ("hidden_sketch",)
+EXTRAS = ("hidden_sketch", "logprobs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,27 +93,32 @@ def record_corpus(
     batches = [b for b in _batches(corpus.segments, batch_size) if missing & set(b)]
     total = sum(corpus.segments[i].length - 1 for batch in batches for i in batch)
     done, began = 0, time.monotonic()
-    for number, batch in enumerate(batches):
-        chosen = [corpus.segments[i] for i in batch]
+    shapes = [
+        (len(batch), first.context_len, first.score_len, [plans[i] for i in batch])
+        for batch, first in ((batch, corpus.segments[batch[0]]) for batch in batches)
+    ]
+    with producer.compiling(shapes):
+        for number, batch in enumerate(batches):
+            chosen = [corpus.segments[i] for i in batch]
 
-        def advanced(tokens: int, number: int = number, width: int = len(batch)) -> None:
-            nonlocal done
-            done += tokens * width
+            def advanced(tokens: int, number: int = number, width: int = len(batch)) -> None:
+                nonlocal done
+                done += tokens * width
+                seconds = time.monotonic() - began
+                on_progress(Progress(number, len(batches), done, total, seconds))
+
+            scored = producer.score(
+                np.stack([segment.tokens for segment in chosen]),
+                chosen[0].context_len,
+                [plans[i] for i in batch],
+                advanced,
+            )
+            for index, rows in zip(batch, scored, strict=True):
+                extras = {name: rows.pop(name) for name in EXTRAS if name in rows}
+                # Segments that were there already are compared: a producer that changed is refused.
+                writer.write(index, rows, extras or None)
             seconds = time.monotonic() - began
-            on_progress(Progress(number, len(batches), done, total, seconds))
-
-        scored = producer.score(
-            np.stack([segment.tokens for segment in chosen]),
-            chosen[0].context_len,
-            [plans[i] for i in batch],
-            advanced,
-        )
-        for index, rows in zip(batch, scored, strict=True):
-            extras = {name: rows.pop(name) for name in EXTRAS if name in rows}
-            # Segments that were there already are compared: a producer that changed is refused.
-            writer.write(index, rows, extras or None)
-        seconds = time.monotonic() - began
-        on_progress(Progress(number + 1, len(batches), done, total, seconds, chosen[0].id))
+            on_progress(Progress(number + 1, len(batches), done, total, seconds, chosen[0].id))
     return writer.finish()
 
 

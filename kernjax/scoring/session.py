@@ -77,8 +77,10 @@ class Session:
         return Checkpoint(self.model, None if self.mesh is None else parse_mesh(self.mesh))
 
     def producer(self, policy: Policy, kernels: Mapping[str, Kernel] | None = None) -> JaxProducer:
-        """A producer on the session's weights."""
-        return JaxProducer(self.checkpoint, policy, kernels)
+        """A producer on the session's weights; it keeps as much of a row as the reference."""
+        return JaxProducer(
+            self.checkpoint, policy, kernels, full="logprobs" in self.reference.extras
+        )
 
     def record(
         self,
