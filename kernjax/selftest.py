@@ -108,16 +108,17 @@ def main(args: list[str]) -> int:
 
 
 def _normals(names: tuple[str, ...], is_short: bool) -> dict[str, Path | None]:
-    """Equally right producers, and the bundled recordings of those that have one."""
+    """Equally right producers: those bundled as recordings, and policies that have to be run."""
     from kernjax.base.resources import demo_recording
 
     found: dict[str, Path | None] = {}
-    for name in names:
-        path = demo_recording(f"{_CORPUS.value}.{name}.zip")
-        recorded = path if _MODEL.value == "demo" and path.exists() else None
-        if recorded or not is_short:
-            found[name] = recorded
-    return found
+    if _MODEL.value == "demo":
+        start, end = f"{_CORPUS.value}.", ".zip"
+        for path in sorted(demo_recording("").glob(f"{start}*{end}")):
+            name = path.name.removeprefix(start).removesuffix(end)
+            if name != "f32":
+                found[name] = path
+    return found | ({} if is_short else {name: None for name in names if name not in found})
 
 
 def _summary(results: list[Any], wrong: list[Any], floor: dict[str, float]) -> str:
