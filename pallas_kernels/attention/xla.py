@@ -49,9 +49,23 @@ def attention(
     if jnp.float64 in (q.dtype, k.dtype, v.dtype):
         raise NotImplementedError("xla attention computes in float32; use 'reference' for float64.")
     batch, tokens, heads, width = q.shape
-    queries = min(max(_ROWS // (batch * heads), _LEAST_QUERIES), _MOST_QUERIES)
     if layer is None:
         k, v, layer = k[None], v[None], jnp.int32(0)
+    if batch > 1 and tokens > _LEAST_QUERIES:
+        # One by one, the tiles of scores stay in the cache, and a short row does not wait.
+        k, v = (x.reshape(-1, 1, *x.shape[2:]) for x in (k, v))
+
+        def one_row(i: jax.Array) -> jax.Array:
+            one, offset, length = (
+                jax.lax.dynamic_slice_in_dim(x, i, 1) for x in (q, q_offset, kv_length)
+            )
+            return attention(
+                one, k, v, q_offset=offset, kv_length=length, scale=scale, k_scale=k_scale,
+                v_scale=v_scale, layer=layer * batch + i, formats=formats,
+            )[0]  # fmt: skip
+
+        return jax.lax.map(one_row, jnp.arange(batch, dtype=jnp.int32))
+    queries = min(max(_ROWS // (batch * heads), _LEAST_QUERIES), _MOST_QUERIES)
     block_k = min(formats.block_k, k.shape[2])
     args = (k, v, layer, kv_length, scale, k_scale, v_scale, formats, block_k)
     if tokens <= queries:
