@@ -206,6 +206,19 @@ def test_files_that_are_no_band(tmp_path, content, message):
         Band.load(path)
 
 
+def test_unknown_and_missing_gates(tmp_path, band):
+    path = tmp_path / "band.json"
+    data = band.to_dict()
+    name = "edges: chunk"
+    for limits, message in (
+        ({**data["limits"], "edgse: chunk": data["limits"][name]}, "edgse"),
+        ({k: v for k, v in data["limits"].items() if k != name}, "lacks a limit"),
+    ):
+        path.write_text(json.dumps({**data, "limits": limits}))
+        with pytest.raises(UserError, match=message):
+            Band.load(path)
+
+
 def test_a_band_cut_short_or_edited(tmp_path, band):
     path = tmp_path / "band.json"
     data = band.to_dict()

@@ -101,3 +101,19 @@ def test_ratio_of_counts():
     # Exactly one flip a segment, as expected: no residual, and yet 16 flips are no more than 16.
     even = intervals.ratio_of_counts(np.ones(16), np.ones(16))
     assert even.value == 0.0 and even.se == pytest.approx(1 / math.sqrt(16.5))
+
+
+def test_the_bootstrap_agrees_with_student_where_both_hold():
+    rng = np.random.default_rng(3)
+    cell = np.repeat(np.arange(2), 40)
+    y = 3.0 * cell + rng.normal(0, 1, 80)
+    low, high = intervals.bootstrap_of_mean(y, cell, 0.95)
+    estimate = intervals.mean_of(y, cell)
+    assert low == pytest.approx(estimate.bound(0.05), abs=0.15 * estimate.se)
+    assert high == pytest.approx(estimate.bound(0.95), abs=0.15 * estimate.se)
+    assert intervals.bootstrap_of_mean(y, cell, 0.95) == (low, high)
+    assert intervals.bootstrap_of_mean(y[:19], cell[:19], 0.95) is None
+    y[7] = 60.0  # one segment far out: the bootstrap's upper bound is further off than its lower
+    low, high = intervals.bootstrap_of_mean(y, cell, 0.95)
+    mean = intervals.mean_of(y, cell).value
+    assert high - mean > 1.2 * (mean - low)

@@ -59,13 +59,31 @@ def test_ties_and_empty_flip_bins():
     assert verdict.outcome == "PASS" and verdict.flips == 0
 
 
+def test_ties_do_not_count_as_flips():
+    corpus = Corpus(Design(steps=32, contexts=(512,), ties=0.1), np.random.default_rng(4))
+    c = corpus.producer()
+    assert c.tie_flipped.sum() > 0.3 * (c.margin == 0).sum() > 0
+    assert not (c.flipped & (c.margin == 0)).any()
+
+
+def test_the_bounds_hold_the_true_ratio_as_often_as_they_claim():
+    """One-sided 95 % bounds of R with a known factor; 2 or 3 of 48 misses a side are expected."""
+    design = Design(steps=16, contexts=(512, 2048))
+    tallies, _ = study(12, seed=2, effects=[Effect(), Effect("R 1.5", ratio=1.5)], design=design)
+    rows = sum(tally.rows for tally in tallies.values())
+    assert rows == 12 * 2 * 2
+    for held in ("below", "above"):
+        assert sum(getattr(tally, held) for tally in tallies.values()) >= rows - 8
+
+
 def test_the_command_prints_its_table(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["simulate", "--draws=1", "--per_cell=4"])
     monkeypatch.setattr(simulate, "study", lambda draws, seed, design: ({"x": _tally(draws)}, 0))
     simulate.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["effect", "PASS", "FAIL"]
-    assert lines[1].split()[:4] == ["x", "100.0", "0.0", "0.0"]
+    # Of one draw: PASS, FAIL, the bound on FAIL, INCONCLUSIVE; no interval was looked at.
+    assert lines[1].split()[:6] == ["x", "100.0", "0.0", "95.0", "0.0", "-"]
 
 
 def _tally(draws: int) -> simulate.Tally:

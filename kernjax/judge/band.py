@@ -20,6 +20,7 @@ import numpy as np
 from kernjax.base.errors import UserError
 from kernjax.judge.comparison import PHASES, Comparison, Segment
 from kernjax.judge.gates import Limit, Row, predeclared
+from kernjax.judge.limits import leave_one_out
 from kernjax.judge.metrics import MARGIN_LABELS
 from kernjax.judge.summaries import GROUPS, Summary
 
@@ -51,11 +52,14 @@ class Band:
     @property
     def rows(self) -> list[Row]:
         """The predeclared gate rows that have a limit, in table order."""
+        return [row for row in self._predeclared if row.key in self.limits]
+
+    @property
+    def _predeclared(self) -> list[Row]:
         names = [name for name in GROUPS if name in self.normals[0].log_mean]
         if "early" in names:
             names.append("step")
-        rows = predeclared(self.segments, names, self.flip_bins)
-        return [row for row in rows if row.key in self.limits]
+        return predeclared(self.segments, names, self.flip_bins)
 
     @property
     def name(self) -> str:
@@ -140,7 +144,7 @@ class Band:
         normals = tuple(_summary_from_dict(entry, len(segments)) for entry in data["normals"])
         if not normals:
             raise ValueError("no normals")
-        return cls(
+        band = cls(
             reference=dict(data["reference"]),
             producers=list(data["producers"]),
             segments=segments,
@@ -156,6 +160,30 @@ class Band:
             bad=list(data["bad"]),
             settings=dict(data["settings"]),
         )
+        band._check_limits()
+        return band
+
+    def _check_limits(self) -> None:
+        """UserError unless the limits are those of exactly the gate rows that the normals have.
+
+        A gate that was left out, or misspelt, would be a gate that nobody looks at.
+        """
+        rows = self._predeclared
+        expected = leave_one_out(self.segments, self.normals, rows)
+        known = {row.key for row in rows}
+        if unknown := [key for key in self.limits if key not in known]:
+            gates = ", ".join(dict.fromkeys(row.gate for row in rows))
+            raise UserError(
+                f"The band has a limit for {unknown[0]!r}, which is no row of its gates.",
+                f"Gates: {gates}.",
+                "A band file is only ever written by kernjax.calibrate: calibrate again.",
+            )
+        if missing := [key for key in expected if key not in self.limits]:
+            raise UserError(
+                f"The band lacks a limit for {missing[0]!r}, which its normals can be tested on.",
+                "Every predeclared gate is evaluated.",
+                "A band file is only ever written by kernjax.calibrate: calibrate again.",
+            )
 
 
 def rounded(summary: Summary) -> Summary:

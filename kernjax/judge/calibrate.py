@@ -173,6 +173,12 @@ def _check_whole(comparisons: Sequence[Comparison]) -> None:
                 "Normals are recorded on the whole corpus.",
                 "Record it again without --limit.",
             )
+        if c.upper is not None:
+            raise UserError(
+                f"Normal {c.candidate_name} lists its own top ids: its KL is known within bounds.",
+                "A normal producer is scored at the reference's ids.",
+                "Record it with --reference.",
+            )
         if not c.finite.all():
             raise UserError(
                 f"Normal {c.candidate_name} has {int((~c.finite).sum())} rows that are not finite.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from kernjax.base.errors import UserError
 from kernjax.judge import metrics
+from kernjax.judge.bounds import Bounds, bound
 
 if TYPE_CHECKING:
     from kernjax.recording import Recording
@@ -69,6 +70,9 @@ class Comparison:
     reference_name: str = "reference"
     candidate_name: str = "candidate"
     bitwise_reference: bool = False  # every recorded value equals the reference's, bit for bit
+    full_kl: np.ndarray | None = None  # [R] over the whole vocabulary, where both recorded it
+    upper: Comparison | None = None  # where ids are missing: this one is the lower bound
+    missing_ids: int = 0  # rows in which the candidate lacks some of the reference's ids
 
     @cached_property
     def prefill_window(self) -> int:
@@ -85,7 +89,8 @@ def label(manifest: Mapping[str, Any], path: str) -> str:
     for op, kernel in sorted((manifest.get("kernels") or {}).items()):
         name = kernel.get("name") if isinstance(kernel, Mapping) else kernel
         if name and ":" in str(name):  # somebody's plug-in, not an implementation of ours
-            parts.append(f"{op}={name}")
+            layers = kernel.get("layers") if isinstance(kernel, Mapping) else None
+            parts.append(f"{op}={name}" + (f"@layers={layers}" if layers else ""))
     return " ".join(parts)
 
 
@@ -95,9 +100,12 @@ def compare(
     """The candidate's distributions against the reference's, paired by row.
 
     Both are recordings or paths of recordings. A candidate that has only some of the reference's
-    segments (`--limit`) is compared on these. Raises UserError when they do not belong together
-    (another model, corpus or tokenizer, other ids, swapped arguments) or the reference is broken;
-    a candidate's own NaN or infinity is kept, masked, for the verdict.
+    segments (`--limit`) is compared on these. One that lists its own top ids (imported from an
+    engine that gives no others) gets bounds where it lacks the reference's ids: the comparison is
+    the lower one, its `upper` the other (`kernjax.judge.bounds`). Raises UserError when they do
+    not belong together (another model, corpus or tokenizer, ids of a third recording, swapped
+    arguments) or the reference is broken; a candidate's own NaN or infinity is kept, masked, for
+    the verdict.
     """
     # Here, because reading recordings needs TensorStore and judging comparisons does not.
     from kernjax.recording import Recording, check_comparable, load_recording
@@ -112,27 +120,34 @@ def compare(
             "Swap the two.",
         )
     reference = _same_segments(reference, candidate)
-    check_comparable(reference, candidate)
+    own_ids = candidate.manifest.get("reference") is None and not np.array_equal(
+        reference.top_ids, candidate.top_ids
+    )
+    check_comparable(reference, candidate, own_ids=own_ids)
 
     p_raw, q_raw = _raw_cells(reference), _raw_cells(candidate)
     finite = np.isfinite(q_raw).all(axis=1)
     finite &= np.isfinite(candidate.target_logprobs) & np.isfinite(candidate.margins)
     _check_mass(q_raw, finite, candidate.path)
     p = metrics.cells(p_raw)
-    q = np.full_like(p, np.nan)
-    q[finite] = metrics.cells(q_raw[finite])
-    kl = np.full(len(p), np.nan)
-    kl[finite] = metrics.kl_divergence(p[finite], q[finite])
+    own = np.full((len(p), q_raw.shape[1]), np.nan)
+    own[finite] = metrics.cells(q_raw[finite])
+    if own_ids:
+        bounds = _bounds(reference, candidate, p, q_raw, finite)
+        q, kl = _spread(bounds.lower, finite), _spread(bounds.kl_lower, finite)
+    else:
+        q, kl = own, np.full(len(p), np.nan)
+        kl[finite] = metrics.kl_divergence(p[finite], q[finite])
 
     margin = reference.margins.astype(np.float64)
     other_top1 = (reference.top1_ids != candidate.top1_ids) & finite
-    return Comparison(
+    comparison = Comparison(
         segments=tuple(_segment(entry) for entry in reference.segments),
         segment=reference.segment.astype(np.int64),
         pos=reference.pos.astype(np.int64),
         phase=reference.phase,
         kl=kl,
-        self_kl=_self_kl(candidate, q),
+        self_kl=_self_kl(candidate, own),
         flipped=other_top1 & (margin != 0),
         tie_flipped=other_top1 & (margin == 0),
         margin=margin,
@@ -149,7 +164,48 @@ def compare(
         reference_name=reference.path,
         candidate_name=candidate.path,
         bitwise_reference=_digest(candidate) == _digest(reference),
+        full_kl=_full_kl(reference, candidate, finite),
     )
+    if not own_ids:
+        return comparison
+    nearest, farthest = (
+        _spread(mass, finite) - comparison.tail_mass
+        for mass in (bounds.tail_nearest, bounds.tail_farthest)
+    )
+    upper = replace(comparison, kl=_spread(bounds.kl_upper, finite), tail_change=farthest)
+    missing = int((bounds.missing > 0).sum())
+    return replace(comparison, tail_change=nearest, upper=upper, missing_ids=missing)
+
+
+def _bounds(
+    reference: Recording, candidate: Recording, p: np.ndarray, raw: np.ndarray, finite: np.ndarray
+) -> Bounds:
+    return bound(
+        p[finite],
+        reference.top_ids[finite],
+        raw[finite].astype(np.float64),
+        candidate.top_ids[finite],
+        candidate.target_ids[finite],
+        candidate.target_logprobs[finite],
+        int((reference.manifest.get("model") or {}).get("vocab_size") or 0),
+    )
+
+
+def _full_kl(reference: Recording, candidate: Recording, finite: np.ndarray) -> np.ndarray | None:
+    """KL over every token of the vocabulary, NaN where the candidate is not finite."""
+    if not {"logprobs"} <= reference.extras.keys() & candidate.extras.keys():
+        return None
+    ours, theirs = reference.extras["logprobs"], candidate.extras["logprobs"]
+    usable = finite & np.isfinite(theirs).all(axis=1)
+    kl = metrics.kl_divergence(metrics.cells(ours[usable]), metrics.cells(theirs[usable]))
+    return _spread(kl, usable)
+
+
+def _spread(values: np.ndarray, finite: np.ndarray) -> np.ndarray:
+    """Values of the finite rows among all rows, NaN elsewhere."""
+    result = np.full((len(finite), *values.shape[1:]), np.nan)
+    result[finite] = values
+    return result
 
 
 def _same_segments(reference: Recording, candidate: Recording) -> Recording:

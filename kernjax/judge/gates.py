@@ -134,6 +134,8 @@ class Gate:
     kind: str | None = None  # None: all
     context_len: int | None = None
     mean: str | None = None  # of level rows: geometric or arithmetic
+    bootstrap_low: float | None = None  # of level rows with 20 segments: a second opinion
+    bootstrap_high: float | None = None
 
 
 class Evidence:
@@ -182,6 +184,12 @@ class Evidence:
         if row.contrast == "slope":
             return intervals.slope_of(self.values(row), cell, depth)
         return intervals.mean_of(self.values(row), cell)
+
+    def bootstrap(self, row: Row) -> tuple[float, float] | None:
+        """One-sided bootstrap bounds of a level row; None elsewhere and for few segments."""
+        if row.gate != "level":
+            return None
+        return intervals.bootstrap_of_mean(self.values(row), self._cells[0], CONFIDENCE)
 
     def guard(self, row: Row) -> Estimate | None:
         """ln of the ratio that a growth row grows to; None for rows that are no growth."""
@@ -265,8 +273,11 @@ def decide(evidence: Evidence, rows: Sequence[Row], limits: Mapping[str, Limit])
             needed = None
             if outcome is Outcome.INCONCLUSIVE:
                 needed = segments_needed(row, estimate, limit, len(counts) * counts[row.gate])
+            resampled = evidence.bootstrap(row)
             gate = replace(
                 gate,
+                bootstrap_low=row.shown(resampled[0]) if resampled else None,
+                bootstrap_high=row.shown(resampled[1]) if resampled else None,
                 observed=row.shown(estimate.value),
                 low=row.shown(low),
                 high=row.shown(high),

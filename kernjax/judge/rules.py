@@ -93,6 +93,18 @@ def gate_findings(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
             )
         elif gate.note:
             yield Finding("note", f"Gate {gate.name}, {gate.stratum}: {gate.note}.")
+        if (
+            gate.outcome is Outcome.PASS
+            and gate.bootstrap_high is not None
+            and gate.allowed is not None
+            and gate.bootstrap_high >= gate.allowed
+        ):
+            yield Finding(
+                "warning",
+                f"Gate {gate.name}, {gate.stratum}: Student's bound {gate.high:.4g} is inside the "
+                f"{gate.allowed:.4g} allowed, the bootstrap over {gate.segments} segments is at "
+                f"{gate.bootstrap_high:.4g}: a few segments are far from the others.",
+            )
 
 
 _SENTENCES = {

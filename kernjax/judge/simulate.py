@@ -1,9 +1,12 @@
 """Synthetic truth: how often the verdict is right, on recordings whose effect is known.
 
-    python -m kernjax.judge.simulate [--draws=200] [--seed=0]
+    python -m kernjax.judge.simulate [--draws=200] [--seed=0] [--stress]
 
 prints, for bands of freshly drawn normals at the bundled corpora's size, how often a further
-normal and candidates with planted effects come out PASS, FAIL or INCONCLUSIVE.
+normal and candidates with planted effects come out PASS, FAIL or INCONCLUSIVE, the upper 95 %
+binomial bound of FAIL, and how often the one-sided 95 % bounds of the geometric R hold the truth.
+`--stress` does so for corpora that are harder: heavier tails, positions that go together, ties,
+no flips at all, few or noisy producers, few segments.
 
 The model of a decoded position: producer m adds noise g_m (some components, correlated between
 producers and along positions) to the logits, of a size that varies between segments and from
@@ -20,7 +23,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,7 +31,7 @@ from kernjax.base.errors import UserError
 from kernjax.judge.calibrate import calibrate
 from kernjax.judge.comparison import DECODE, PREFILL, Comparison, Segment
 from kernjax.judge.quantiles import binomial_bounds
-from kernjax.judge.verdict import judge
+from kernjax.judge.verdict import Verdict, judge
 
 _COMPONENTS = 4
 
@@ -50,6 +53,8 @@ class Design:
     memory: float = 0.9  # correlation of neighbouring positions
     shared: float = 0.3  # of a producer's noise variance common to all producers
     size: float = 0.01  # rms logit noise on prose; code has a fifth
+    ties: float = 0.0  # share of positions at which the reference's first two words are equal
+    least_margin: float = 0.0  # added to every margin: 5 leaves no flips
 
     def segments(self) -> tuple[Segment, ...]:
         """kind x context x per_cell, in the order of a recording."""
@@ -73,6 +78,12 @@ class Effect:
     edges: float = 1.0  # on the scored prefill rows after edges
     own: float = 1.0  # on decode against one-shot prefill
     nan: bool = False  # one value is not finite
+    at_floor: bool = False  # `ratio` times the smallest ratio that the band claims to detect
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every position's KL has the same factor, so that the true R is known."""
+        return replace(self, name="", ratio=1.0, at_floor=False) == Effect("")
 
     def factor(self, design: Design, rng: np.random.Generator) -> np.ndarray:
         """[segments, steps] factor on the KL of decoded positions."""
@@ -89,6 +100,7 @@ class Corpus:
     design: Design
     rng: np.random.Generator
     count: int = field(default=0, init=False)
+    ln_factors: list[float] = field(default_factory=list, init=False)  # of each producer drawn
 
     def __post_init__(self) -> None:
         d, rng = self.design, self.rng
@@ -103,7 +115,9 @@ class Corpus:
         self.common = rng.standard_normal((n, width, _COMPONENTS))
         self.own_size = self.size[:, : d.steps] * 0.7
         # Code is confident: most margins are far from a tie.
-        self.margin = rng.exponential(np.where(scale < 1, 3.0, 1.0), (n, width))
+        self.margin = rng.exponential(np.where(scale < 1, 3.0, 1.0), (n, width)) + d.least_margin
+        if d.ties:
+            self.margin[rng.random((n, width)) < d.ties] = 0.0
         self.tail = rng.beta(1.5, 10.0, (n, width)) * scale
         self.target = -rng.exponential(2.0, (n, width))
 
@@ -123,9 +137,8 @@ class Corpus:
         self.count += 1
         own = rng.standard_normal((n, width, _COMPONENTS))
         g = np.sqrt(d.shared) * self.common + np.sqrt(1 - d.shared) * own
-        factor = np.exp(
-            d.producer_sd * rng.standard_normal() + d.segment_sd * rng.standard_normal((n, 1))
-        ) * np.ones((n, width))
+        producer = d.producer_sd * rng.standard_normal()
+        factor = np.exp(producer + d.segment_sd * rng.standard_normal((n, 1))) * np.ones((n, width))
         factor[:, : d.steps] *= effect.factor(d, rng)
         factor[:, d.steps : -1] *= effect.edges
         size = self.size * np.sqrt(factor)
@@ -141,9 +154,10 @@ class Corpus:
         if effect.nan:
             finite[n // 2, d.steps // 2] = False
             kl[~finite] = change[~finite] = tail_change[~finite] = np.nan
+        self.ln_factors.append(producer)
         return self._comparison(kl, change, tail_change, self_kl, finite, name or effect.name)
 
-    def _comparison(self, kl, change, tail_change, self_kl, finite, name) -> Comparison:  # noqa: ANN001
+    def _comparison(self, kl, change, tail_change, self_kl, finite, name) -> Comparison:
         d, (n, width) = self.design, self.size.shape
         context = np.array([s.context_len for s in self.segments])[:, None]
         steps = np.arange(d.steps)[None, :]
@@ -152,6 +166,7 @@ class Corpus:
         pos = np.concatenate([context + steps, np.repeat(edge, n, 0), context + last], axis=1)
         phase = np.repeat([DECODE, PREFILL], [d.steps, d.edges + 1])
         flipped = finite & (np.nan_to_num(change) < -self.margin)
+        tied = self.margin == 0
         return Comparison(
             segments=self.segments,
             segment=np.repeat(np.arange(n), width),
@@ -159,8 +174,8 @@ class Corpus:
             phase=np.tile(phase, n).astype(np.uint8),
             kl=kl.ravel(),
             self_kl=self_kl.ravel(),
-            flipped=flipped.ravel(),
-            tie_flipped=np.zeros(n * width, dtype=bool),
+            flipped=(flipped & ~tied).ravel(),
+            tie_flipped=(flipped & tied).ravel(),
             margin=self.margin.ravel(),
             margin_change=change.ravel(),
             tail_mass=self.tail.ravel(),
@@ -183,6 +198,7 @@ EFFECTS = (
     Effect("R 1.3", ratio=1.3),
     Effect("R 1.5", ratio=1.5),
     Effect("R 2", ratio=2.0),
+    Effect("at the claimed floor", at_floor=True),
     Effect("half", ratio=0.5),
     Effect("grows 1.06 a doubling", per_doubling=1.06),
     Effect("late steps 1.3", late=1.3),
@@ -199,7 +215,9 @@ class Tally:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     gates: Counter[str] = field(default_factory=Counter)
-    spread: list[float] = field(default_factory=list)  # sd of ln R per segment
+    below: int = 0  # level rows whose upper bound is not below the true R
+    above: int = 0  # level rows whose lower bound is not above it
+    rows: int = 0  # level rows with a known true R
 
     def share(self, outcome: str) -> float:
         """Fraction of the draws with this outcome."""
@@ -208,6 +226,15 @@ class Tally:
     def upper(self, outcome: str) -> float:
         """Its upper 95 % binomial bound."""
         return binomial_bounds(self.outcomes[outcome], sum(self.outcomes.values()))[1]
+
+    def check(self, verdict: Verdict, ln_ratio: float) -> None:
+        """Counts which one-sided bounds of the geometric R, all depths, hold the true one."""
+        for gate in verdict.gates:
+            whole = gate.name == "level" and gate.context_len is None
+            if whole and gate.mean == "geometric" and gate.low and gate.high:
+                self.rows += 1
+                self.below += np.log(gate.high) >= ln_ratio
+                self.above += np.log(gate.low) <= ln_ratio
 
 
 def study(
@@ -223,14 +250,22 @@ def study(
     refused = 0
     for draw in range(draws):
         corpus = Corpus(design, np.random.default_rng([seed, draw]))
+        normals = [corpus.producer(name=f"n{i}") for i in range(design.normals)]
         try:
-            band = calibrate(None, [corpus.producer(name=f"n{i}") for i in range(design.normals)])
+            band = calibrate(None, normals)
         except UserError:
             refused += 1
             continue
+        centre = np.mean(corpus.ln_factors)
         for effect in effects:
-            verdict = judge(corpus.producer(effect), band)
+            floor = max(band.detection_floor.values()) if effect.at_floor else 1.0
+            planted = replace(effect, ratio=effect.ratio * floor)
+            candidate = corpus.producer(planted)
+            verdict = judge(candidate, band)
             tally = tallies[effect.name]
+            if effect.is_uniform:
+                own = corpus.ln_factors[-1] + np.log(planted.ratio)
+                tally.check(verdict, own - centre)
             tally.outcomes[str(verdict.outcome)] += 1
             tally.gates.update({g.name for g in verdict.gates if g.outcome != "PASS"})
         if progress:
@@ -239,17 +274,43 @@ def study(
 
 
 def table(tallies: dict[str, Tally], refused: int) -> str:
-    """The outcomes as text, one effect a line, in per cent."""
-    lines = [f"{'effect':<24}{'PASS':>7}{'FAIL':>7}{'INCONCL':>9}  gates not passed (%)"]
+    """The outcomes as text, one effect a line, in per cent.
+
+    `FAIL <`: the upper 95 % bound of the true share of FAIL. `bounds hold`: how often the true R
+    is above the lower and below the upper bound; 95 is what they claim.
+    """
+    lines = [
+        f"{'effect':<24}{'PASS':>7}{'FAIL':>7}{'FAIL <':>8}{'INCONCL':>9}{'bounds hold':>13}"
+        "  gates not passed (%)"
+    ]
     for name, tally in tallies.items():
         total = max(sum(tally.outcomes.values()), 1)
         gates = ", ".join(
             f"{gate} {100 * count / total:.0f}" for gate, count in tally.gates.most_common(4)
         )
         shares = [100 * tally.share(outcome) for outcome in ("PASS", "FAIL", "INCONCLUSIVE")]
-        lines.append(f"{name:<24}{shares[0]:>7.1f}{shares[1]:>7.1f}{shares[2]:>9.1f}  {gates}")
+        held = "-"
+        if tally.rows:
+            held = " / ".join(f"{100 * k / tally.rows:.0f}" for k in (tally.above, tally.below))
+        lines.append(
+            f"{name:<24}{shares[0]:>7.1f}{shares[1]:>7.1f}{100 * tally.upper('FAIL'):>8.1f}"
+            f"{shares[2]:>9.1f}{held:>13}  {gates}"
+        )
     lines.append(f"bands refused: {refused}")
     return "\n".join(lines)
+
+
+STRESS: dict[str, Design] = {
+    "heavier tails": Design(heavy=1.0),
+    "neighbouring positions go together": Design(memory=0.98),
+    "one position in fifty is a tie": Design(ties=0.02),
+    "no flips at all": Design(least_margin=5.0),
+    "four producers": Design(normals=4),
+    "producers differ by 5 %": Design(producer_sd=0.05),
+    "segments differ by 20 %": Design(segment_sd=0.2),
+    "24 segments a kind and depth": Design(per_cell=24, contexts=(512, 2048)),
+}
+_STRESSED = ("normal", "R 2", "at the claimed floor", "1000x on 1 %")
 
 
 def main() -> None:
@@ -262,7 +323,13 @@ def main() -> None:
     parser.add_argument("--segment_sd", type=float, default=0.08, help="ln factor in a segment")
     parser.add_argument("--heavy", type=float, default=0.5, help="tail of the KL: 1 is extreme")
     parser.add_argument("--per_cell", type=int, default=16, help="segments per kind and depth")
+    parser.add_argument("--stress", action="store_true", help="the harder corpora instead")
     args = parser.parse_args()
+    if args.stress:
+        effects = [effect for effect in EFFECTS if effect.name in _STRESSED]
+        for name, design in STRESS.items():
+            print(f"{name}:\n{table(*study(args.draws, args.seed, effects, design))}\n", flush=True)
+        return
     design = Design(
         normals=args.normals,
         producer_sd=args.producer_sd,

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from kernjax.base.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 from kernjax.judge import metrics, rules
 from kernjax.judge.band import Band
@@ -58,9 +60,13 @@ class Verdict:
     isolated_laws: tuple[IsolatedLaw, ...] = ()
     incumbent: tuple[IncumbentRow, ...] = ()
     perplexity: dict[str, tuple[float, float]] = field(default_factory=dict)  # value, error
+    # By kind: decoded steps a segment, and the largest change of accuracy that KL allows over them.
+    accuracy_bound: dict[str, tuple[float, float]] = field(default_factory=dict)
     differences: tuple[tuple[str, str, str], ...] = ()  # manifest field, reference, candidate
     parties: dict[str, dict[str, Any]] = field(default_factory=dict)  # reference, candidate, ...
     deciding_phase: str = "decode"
+    kl_upper: dict[str, float | None] | None = None  # where ids are missing: `kl` is the lower
+    missing_ids: int = 0  # rows in which the candidate lacks some of the reference's ids
 
     @property
     def exit_code(self) -> int:
@@ -91,7 +97,53 @@ def judge(
         band, band_name = Band.load(band), os.fspath(band)
     deploy = band.deploy_context if deploy_context is None else deploy_context
     case = Case(comparison, band, isolated, incumbent, repeat, deploy)
+    verdict = _judged(case, band_name)
+    if comparison.upper is None:
+        return verdict
+    above = _judged(replace(case, comparison=comparison.upper), band_name)
+    return _between(comparison, verdict, above)
 
+
+def _between(comparison: Comparison, lower: Verdict, upper: Verdict) -> Verdict:
+    """One verdict from those at both bounds of the KL: FAIL by the lower, PASS by the upper."""
+    rows = f"{comparison.missing_ids} of {comparison.finite.size} rows"
+    text = (
+        f"{rows} lack some of the reference's ids: the KL lies between a mean of "
+        f"{_nats(lower.kl['mean'])} and one of {_nats(upper.kl['mean'])} nats"
+    )
+    if lower.outcome is Outcome.FAIL:
+        finding = Finding("note", f"{text}; this verdict is that of the lower bound.")
+        chosen = lower
+    elif upper.outcome is Outcome.PASS:
+        finding = Finding("note", f"{text}; this verdict is that of the upper bound.")
+        chosen = upper
+    else:
+        finding = Finding(
+            "inconclusive",
+            f"{text}; the lower bound alone would be {lower.outcome}, the upper {upper.outcome}.",
+            "Score the candidate at the reference's ids, or import a longer list of ids a row.",
+        )
+        chosen = lower
+        if lower.outcome is Outcome.PASS:
+            chosen = replace(chosen, outcome=Outcome.INCONCLUSIVE, reason=finding.text)
+    findings = sorted(
+        (finding, *chosen.findings), key=lambda entry: SEVERITIES.index(entry.severity)
+    )
+    return replace(
+        chosen,
+        findings=tuple(findings),
+        kl=lower.kl,
+        kl_upper=upper.kl,
+        missing_ids=comparison.missing_ids,
+    )
+
+
+def _nats(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _judged(case: Case, band_name: str) -> Verdict:
+    comparison, band, incumbent = case.comparison, case.band, case.incumbent
     nonfinite, findings = rules.nonfinite(case)
     flips, flip_findings = rules.confident_flips(case)
     gates = [nonfinite, *decide(case.evidence, band.rows, band.limits), flips]
@@ -143,6 +195,7 @@ def judge(
         isolated_laws=tuple(laws),
         incumbent=tuple(incumbent_rows),
         perplexity=_perplexity(case),
+        accuracy_bound=_accuracy_bound(comparison),
         differences=tuple(
             manifest_differences(comparison.reference_manifest, comparison.candidate_manifest)
         ),
@@ -193,6 +246,25 @@ def _perplexity(case: Case) -> dict[str, tuple[float, float]]:
         "reference": metrics.perplexity(c.reference_target[rows], c.segment[rows]),
         "candidate": metrics.perplexity(c.candidate_target[rows], c.segment[rows]),
     }
+
+
+def _accuracy_bound(c: Comparison) -> dict[str, tuple[float, float]]:
+    """Where the whole vocabulary was recorded: steps a segment, and sqrt(mean summed KL / 2).
+
+    The mean over segments of each one's own bound is no larger (the root is concave).
+    """
+    if c.full_kl is None:
+        return {}
+    bounds = {}
+    kinds = np.array([s.kind for s in c.segments])
+    decode = c.phase == PHASES.index("decode")
+    for kind in sorted(set(kinds.tolist())):
+        rows = decode & (kinds == kind)[c.segment]
+        if rows.any() and np.isfinite(c.full_kl[rows]).all():
+            segments = np.unique(c.segment[rows]).size
+            total = float(c.full_kl[rows].sum()) / segments
+            bounds[kind] = (int(rows.sum()) / segments, metrics.accuracy_bound(total))
+    return bounds
 
 
 def _parties(case: Case, band_name: str) -> dict[str, dict[str, Any]]:

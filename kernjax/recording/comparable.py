@@ -21,13 +21,14 @@ _SUBJECT = {
 _SEGMENT = ("kind", "context_len", "score_len", "documents", "rows")
 
 
-def check_comparable(reference: Recording, candidate: Recording) -> None:
+def check_comparable(reference: Recording, candidate: Recording, *, own_ids: bool = False) -> None:
     """Raises UserError unless the rows of both are the same positions scored at the same ids.
 
     Model weights and config, tokenizer, corpus, segments, positions and phases, target ids and top
     ids must match; policy, kernels, engine, versions and device may differ (they are what is
     judged). The ids decide, not the name of the reference: a candidate may be compared with any
-    recording that has the same ids in the same rows. The reference must be finite.
+    recording that has the same ids in the same rows. The reference must be finite. With `own_ids`
+    the candidate may list other ids, and another number of them.
     """
     for key, (what, same) in _SUBJECT.items():
         ours, theirs = (_short(_get(side.manifest, key)) for side in (reference, candidate))
@@ -39,6 +40,8 @@ def check_comparable(reference: Recording, candidate: Recording) -> None:
             )
     _check_segments(reference, candidate)
     _check_rows(reference, candidate)
+    if not own_ids:
+        _check_ids(reference, candidate)
     refuse_non_finite(reference)
 
 
@@ -81,6 +84,9 @@ def _check_rows(reference: Recording, candidate: Recording) -> None:
                 " correspond.",
                 todo=todo,
             )
+
+
+def _check_ids(reference: Recording, candidate: Recording) -> None:
     if reference.top_ids.shape != candidate.top_ids.shape:
         raise UserError(
             f"Candidate {candidate.path} has {candidate.top_ids.shape[1]} ids a row, reference"

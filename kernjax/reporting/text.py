@@ -248,4 +248,16 @@ def _footnotes(verdict: Verdict) -> str:
             for name, (value, error) in verdict.perplexity.items()
         )
         lines.append(paragraph(f"Perplexity (decides nothing): {shown}.", ""))
+    if verdict.accuracy_bound:
+        shown = ", ".join(
+            f"{bound:.3g} over {steps:.0f} steps ({safe(kind)})"
+            for kind, (steps, bound) in verdict.accuracy_bound.items()
+        )
+        lines.append(
+            paragraph(
+                "Accuracy bound (decides nothing; loose, and only for sampled decoding on the "
+                f"reference's own samples): it changes by at most {shown}.",
+                "",
+            )
+        )
     return "\n".join(lines)
