@@ -7,7 +7,8 @@
 A normal producer is an equally right implementation: another chunk length, another tile, P in
 float32, another engine. --normal and --bad name a policy (it is recorded at the reference's ids)
 or a recording made with `kernjax.record --reference`. Four or more normals are needed; each is
-vetted against the reference and against its peers, and an outlier is refused. What the band
+vetted against the reference and against its peers, and an outlier is refused. The corpus is
+vetted as `kernjax.corpus vet` does it: one that can carry no verdict is refused. What the band
 allows must lie below every --bad, or the band is refused with the gap printed.
 
 --recordings_dir keeps what was recorded (NAME per policy); a stopped run goes on there.
@@ -55,6 +56,8 @@ def main(args: list[str]) -> int:
         from kernjax.scoring.session import default_reference
 
         reference_path = default_reference(_MODEL.value, _CORPUS.value)
+    reference = load_recording(reference_path)
+    remarks = _vet(reference)
     session = None
 
     def recording(name: str, folder: Path) -> Any:
@@ -82,13 +85,15 @@ def main(args: list[str]) -> int:
         normals = [recording(name, folder) for name in _NORMAL.value]
         bad = [recording(name, folder) for name in _BAD.value]
         band = calibrate(
-            load_recording(reference_path),
+            reference,
             normals,
             bad,
             production_policy=_PRODUCTION.value,
             deploy_context=_DEPLOY.value,
         )
     band.save(out)
+    for remark in remarks:
+        print(f"corpus {remark.name}: {remark.text}")
     for producer, name in zip(band.producers, _NORMAL.value, strict=True):
         print(f"normal {name}: ratio to its peers {producer['ratio']}")
     for entry, name in zip(band.bad, _BAD.value, strict=True):
@@ -104,6 +109,26 @@ def main(args: list[str]) -> int:
         }
     )
     return command.EXIT_PASS
+
+
+def _vet(reference: Any) -> list[Any]:
+    """Remarks on the corpus and the reference's rows on it; UserError where one is a refusal."""
+    from kernjax.base.errors import UserError
+    from kernjax.base.resources import model_directory
+    from kernjax.texts import load_corpus
+    from kernjax.texts.vetting import vet_recording, vet_tokens
+
+    directory = model_directory(_MODEL.value)
+    tokenizer = directory if (directory / "tokenizer.json").is_file() else None
+    corpus = load_corpus(_CORPUS.value, tokenizer, mirror=_MIRROR.value)
+    remarks = [*vet_tokens(corpus), *vet_recording(corpus, reference)[0]]
+    if refusals := [remark for remark in remarks if remark.is_refusal]:
+        raise UserError(
+            f"Corpus {corpus.name} can carry no verdict: "
+            + " ".join(f"[{remark.name}] {remark.text}" for remark in refusals),
+            todo="`kernjax.corpus vet` shows the profile; take other text, or a trained model.",
+        )
+    return remarks
 
 
 if __name__ == "__main__":

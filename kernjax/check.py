@@ -14,7 +14,11 @@ reference's ids, and its KL is set against what equally right implementations di
 Lenses: in place (the candidate as it is, against the ground truth) decides. Isolated: float32 but
 for what the candidate changes; it shows what the change does by itself and may withhold a PASS.
 --twin adds the production policy with only the changed sites undone, as reference: for diagnosis.
---incumbent sets the candidate beside what runs now. --repeat runs the candidate twice.
+--incumbent sets the candidate beside what runs now. --repeat runs the candidate twice, --again
+names a second recording of it: the two must be bitwise equal.
+
+Footnotes that decide nothing: perplexity; a bound on accuracy where the reference was recorded with
+--full_vocabulary; --greedy=256, the first token at which greedy texts part from the ground truth's.
 
 The first word of the report is the verdict; the last line of standard output is one JSON object.
 Exit codes: 0 PASS · 1 FAIL · 2 INCONCLUSIVE · 3 could not judge.
@@ -49,12 +53,18 @@ _ISOLATED_LIMIT = FLAGS.integer(
 )
 _TWIN = FLAGS.boolean("twin", False, "Also compare with production less the change.")
 _REPEAT = FLAGS.boolean("repeat", False, "Run the candidate twice; it must be bitwise equal.")
+_AGAIN = FLAGS.string("again", None, "A second recording of --candidate.")
+_GREEDY = FLAGS.integer(
+    "greedy", 0, "Greedy tokens to compare (a footnote; 0: none).", lower_bound=0
+)
 FLAGS.heading("How it runs")
 _OUTPUT_DIR = FLAGS.string("output_dir", None, "Keeps report, verdict and recordings.")
 _LIMIT = FLAGS.integer("limit", None, "At most so many segments per kind and depth.", lower_bound=1)
 _BATCH_SIZE = FLAGS.integer("batch_size", 16, "Segments of one depth run together.", lower_bound=1)
 _MESH = FLAGS.string("mesh", None, "Devices, e.g. data=1,tensor=8.")
 _MIRROR = FLAGS.string("mirror", None, "Directory with a text corpus's sources.")
+
+_GREEDY_PROMPTS = 4  # of each kind
 
 
 def main(args: list[str]) -> int:
@@ -77,7 +87,8 @@ def main(args: list[str]) -> int:
         folder = Path(_OUTPUT_DIR.value or scratch)
         reference = load_recording(reference_path)
         if _CANDIDATE.value:
-            runs = Runs(load_recording(_CANDIDATE.value))
+            again = load_recording(_AGAIN.value) if _AGAIN.value else None
+            runs = Runs(load_recording(_CANDIDATE.value), again)
         else:
             runs = _run_candidate(reference_path, folder)
         incumbent = load_recording(_INCUMBENT.value) if _INCUMBENT.value else None
@@ -122,8 +133,15 @@ def _check_flags() -> None:
             "Expected --policy, --kernel or --candidate.",
             "For example: python -m kernjax.check --policy=fp8_scaled",
         )
-    if _CANDIDATE.value and (_TWIN.value or _REPEAT.value):
-        raise UserError("--twin and --repeat run the candidate; --candidate is a finished one.")
+    if _CANDIDATE.value and (_TWIN.value or _REPEAT.value or _GREEDY.value):
+        raise UserError(
+            "--twin, --repeat and --greedy run the candidate; --candidate is a finished one."
+        )
+    if _AGAIN.value and not _CANDIDATE.value:
+        raise UserError(
+            "--again is a second recording of --candidate, which is missing.",
+            todo="--repeat runs a policy or a kernel twice.",
+        )
 
 
 def _run_candidate(reference_path: str, folder: Path) -> Any:
@@ -147,9 +165,42 @@ def _run_candidate(reference_path: str, folder: Path) -> Any:
     lenses = Lenses(
         _LIMIT.value, _ISOLATED.value, _ISOLATED_LIMIT.value, _TWIN.value, _REPEAT.value
     )
-    return run_lenses(
+    runs = run_lenses(
         session, policy, production, folder, kernels, lenses, lambda title: Meter(title, "tok")
     )
+    if _GREEDY.value:
+        runs.notes += _greedy_notes(session, policy, production, kernels)
+    return runs
+
+
+def _greedy_notes(session: Any, policy: Any, production: Any, kernels: Any) -> list[str]:
+    """Where greedy texts after the shallowest prompts part from the ground truth's."""
+    import numpy as np
+
+    from kernjax.precision import parse_policy
+    from kernjax.scoring.greedy import continued, first_differences
+
+    depth = min(s.context_len for s in session.corpus.segments)
+    groups = [group for (_, d), group in session.corpus.strata().items() if d == depth]
+    prompts = np.stack([s.tokens[:depth] for group in groups for s in group[:_GREEDY_PROMPTS]])
+    texts = {
+        name: continued(session.producer(one, plugged), prompts, _GREEDY.value)
+        for name, one, plugged in (
+            ("truth", parse_policy("f32"), None),
+            ("production", production, None),
+            ("candidate", policy, kernels),
+        )
+    }
+    notes = []
+    for name in ("production", "candidate"):
+        parted = [p for p in first_differences(texts["truth"], texts[name]) if p is not None]
+        text = f"Greedy, {name} (decides nothing): {len(parted)} of {len(prompts)} texts part "
+        text += f"from the ground truth's within {_GREEDY.value} tokens"
+        if parted:
+            step, margin = min(parted)
+            text += f", the first at token {step + 1}, at a margin of {margin:.2g}"
+        notes.append(text + ".")
+    return notes
 
 
 def _twin_table(comparison: Any) -> list[dict[str, Any]]:

@@ -44,6 +44,16 @@ def test_the_incumbents_own_bits_pass_as_identical(capsys):
     assert code == 0 and line["identical"]
 
 
+def test_a_second_recording_must_be_bitwise_equal(capsys):
+    flags = ["--candidate", bundled("bf16"), "--again"]
+    _, _, line = judged(capsys, *flags, bundled("bf16"))
+    assert not any("bitwise" in finding["text"] for finding in line["findings"])
+    code, _, line = judged(capsys, *flags, bundled("chunk32"))
+    assert code == 2
+    (finding,) = [f for f in line["findings"] if "not bitwise equal" in f["text"]]
+    assert "rows differ in KL, by at most" in finding["text"]
+
+
 def test_the_reference_itself_is_no_candidate(capsys):
     """Bitwise the ground truth: nothing ran in production precision."""
     code, _, line = judged(capsys, "--candidate", bundled("f32"))

@@ -28,13 +28,29 @@ def random_ids(seed, count=401):
 
 def test_independent_texts_are_good():
     corpus = corpus_of(*[random_ids(seed) for seed in range(16)])
-    assert vet_tokens(corpus) == []
+    assert names(vet_tokens(corpus)) == {("depths", False)}
 
 
 def test_thin_strata_are_named():
     remarks = vet_tokens(corpus_of(*[random_ids(seed) for seed in range(15)]))
-    assert names(remarks) == {("thin", False)}
+    assert names(remarks) == {("thin", False), ("depths", False)}
     assert remarks[0].text == "fewer than 16 independent segments: prose at 300 (15)."
+
+
+def test_missing_depths_are_named():
+    def cell(kind, context_len):
+        return [
+            Segment(f"{kind}-{context_len}-{i}", kind, context_len, 8,
+                    random_ids(1000 * context_len + 10 * i + len(kind), context_len + 9)
+                    .astype(np.int32))
+            for i in range(16)
+        ]  # fmt: skip
+
+    both = [*cell("prose", 64), *cell("prose", 128), *cell("code", 64), *cell("code", 128)]
+    assert vet_tokens(Corpus.build("both", both)) == []
+    remarks = vet_tokens(Corpus.build("lacks", both[:48]))
+    assert names(remarks) == {("depths", False)}
+    assert remarks[0].text == "depths that other kinds have are missing: code at 128."
 
 
 @pytest.mark.parametrize(("copied", "expected"), [(300, True), (100, False), (20, None)])
@@ -61,8 +77,9 @@ def test_scored_text_that_loops_is_found(loops, expected):
 
 
 def test_short_segments_do_not_break_the_windows():
-    assert names(vet_tokens(make_corpus(2, context_len=1, score_len=0))) == {("thin", False)}
-    assert names(vet_tokens(make_corpus(2, context_len=40, score_len=0))) == {("thin", False)}
+    for context_len in (1, 40):
+        found = names(vet_tokens(make_corpus(2, context_len=context_len, score_len=0)))
+        assert found == {("thin", False), ("depths", False)}
 
 
 def recorded(**fields):

@@ -48,7 +48,7 @@ class Profile:
 
 
 def vet_tokens(corpus: Corpus) -> list[Remark]:
-    """Remarks on the tokens alone: thin strata, shared text, text that repeats itself."""
+    """Remarks on the tokens alone: thin strata, missing depths, shared text, text in a loop."""
     remarks = []
     thin = [
         f"{kind} at {context_len} ({len(segments)})"
@@ -58,6 +58,7 @@ def vet_tokens(corpus: Corpus) -> list[Remark]:
     if thin:
         text = f"fewer than {ENOUGH_SEGMENTS} independent segments: {', '.join(thin)}."
         remarks.append(Remark("thin", False, text))
+    remarks += _vet_depths(corpus)
     windows = [_windows(segment.tokens) for segment in corpus.segments]
     shared = _shared(windows)
     for segment, hashes, is_shared in zip(corpus.segments, windows, shared, strict=True):
@@ -108,6 +109,23 @@ def vet_recording(corpus: Corpus, recording: Any) -> tuple[list[Remark], list[Pr
         profiles.append(profile)
         remarks += _vet_profile(profile, rows, chosen)
     return remarks, profiles
+
+
+def _vet_depths(corpus: Corpus) -> list[Remark]:
+    depths: dict[str, set[int]] = {}
+    for kind, context_len in corpus.strata():
+        depths.setdefault(kind, set()).add(context_len)
+    every = set().union(*depths.values())
+    if len(every) == 1:
+        text = f"one depth only ({min(every)}): growth with the context cannot be seen."
+        return [Remark("depths", False, text)]
+    lacking = [
+        f"{kind} at {', '.join(map(str, sorted(every - own)))}"
+        for kind, own in depths.items()
+        if every - own
+    ]
+    text = f"depths that other kinds have are missing: {'; '.join(lacking)}."
+    return [Remark("depths", False, text)] if lacking else []
 
 
 class _Rows:
