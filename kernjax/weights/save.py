@@ -59,9 +59,11 @@ def save_hf(
     weights = directory / f".{SINGLE}.partial"
     # "format": transformers refuses files without it.
     save_file(tensors, weights, metadata={"format": "pt"})
-    os.replace(weights, directory / SINGLE)
     text = directory / ".config.json.partial"
     text.write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
+    # safetensors makes its files readable by their owner alone, whatever the umask says.
+    weights.chmod(text.stat().st_mode)
+    os.replace(weights, directory / SINGLE)
     os.replace(text, directory / "config.json")
 
 
