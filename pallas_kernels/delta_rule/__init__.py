@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import implementations
-from pallas_kernels.delta_rule import mosaic, reference, xla
+from pallas_kernels import implementations, tiling
+from pallas_kernels.delta_rule import mosaic, reference, tiles, xla
 from pallas_kernels.delta_rule.formats import DeltaRuleFormats
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "chunked",
     "chunked_mosaic_tpu",
     "chunked_mosaic_tpu_interpret",
+    "describe",
     "recurrent",
     "recurrent_mosaic_tpu",
     "recurrent_mosaic_tpu_interpret",
@@ -117,6 +118,34 @@ def recurrent(
     return implementations.run_first(
         "delta_rule.recurrent", RECURRENT, implementation, q, k, v, g, beta, state,
         lengths=lengths, scale=scale, formats=formats,
+    )  # fmt: skip
+
+
+def describe(
+    op: str,
+    q: jax.Array | jax.ShapeDtypeStruct,
+    k: jax.Array | jax.ShapeDtypeStruct,
+    v: jax.Array | jax.ShapeDtypeStruct,
+    g: jax.Array | jax.ShapeDtypeStruct,
+    beta: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    formats: DeltaRuleFormats = DeltaRuleFormats(),  # noqa: B008 - frozen
+    implementation: str | tuple[str, ...] | None = None,
+) -> dict[str, Any]:
+    """What `op` ("chunked" or "recurrent") runs for arrays of these shapes, computing nothing:
+
+    {"implementation": name, "tiles": {"heads": .., "tokens": ..} or None}. Raises as the op does.
+    """
+    state = jax.ShapeDtypeStruct((q.shape[0], v.shape[2], q.shape[3], v.shape[3]), jnp.float32)
+    scale = _check(op, q, k, v, g, beta, state, None, None, formats)
+    if op == "chunked":
+        table, choose = CHUNKED, lambda: tiles.choose_chunked(q, v, formats.chunk)
+    else:
+        table, choose = RECURRENT, lambda: tiles.choose_recurrent(q, v)
+    choosers = {"mosaic_tpu": choose, "mosaic_tpu_interpret": choose}
+    return tiling.describe(
+        f"delta_rule.{op}", table, choosers, implementation, q, k, v, g, beta, state,
+        lengths=None, scale=scale, formats=formats,
     )  # fmt: skip
 
 

@@ -139,6 +139,25 @@ def truth(case: Case, lengths: np.ndarray | None = None) -> tuple[np.ndarray, np
     return o * q.shape[-1] ** -0.5, state
 
 
+def oracle(case: Case, formats: DeltaRuleFormats) -> tuple[np.ndarray, np.ndarray]:
+    """The chunk equations in float64, the named sites rounded."""
+    # Op by op: the sites differ in a few roundings, so nearly every op is compiled only once.
+    with jax.enable_x64(True), jax.disable_jit():
+        wide = (x.astype(np.float64) for x in case)
+        got = delta_rule.chunked(*wide, formats=formats, implementation="reference")
+        return tuple(np.asarray(x) for x in got)
+
+
+def assert_like_oracle(got: tuple[Any, Any], case: Case, formats: DeltaRuleFormats) -> None:
+    """o and final state are those of the same rounding sites in float64."""
+    # A value on the edge between two bf16 numbers may fall either way, and moves its head by up
+    # to some 1e-3; a rounding in the wrong place moves every head by some 1e-3.
+    for x, want, axes in zip(got, oracle(case, formats), ((1, 3), (2, 3)), strict=True):
+        errors = relative(x, want, axes)  # [B, Hv]
+        assert np.quantile(errors, 0.75) < 3e-5, errors
+        assert np.max(errors) < 5e-3, errors
+
+
 def relative(x: Any, y: Any, axes: tuple[int, ...] | None = None) -> Any:
     """Frobenius norm of x - y over that of y; NaN counts as infinite."""
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
