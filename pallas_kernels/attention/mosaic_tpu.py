@@ -57,12 +57,15 @@ def attention(
     formats: AttentionFormats = AttentionFormats(),  # noqa: B008 - frozen
     tiles: Tiles | None = None,
     interpret: Any = False,
+    fixed: tuple[int, int] | None = None,
 ) -> jax.Array:
     """Attention outputs [B, T, N, Hv] float32; arguments as `pallas_kernels.attention.prefill`.
 
     `tiles` None is `tiles.choose`. With rounded P, more than one split changes bits: every split
     then has a running maximum of its own. `interpret` is `pallas_call`'s: False compiles for TPU,
-    True runs anywhere, `pltpu.InterpretParams(...)` also watches memory and races.
+    True runs anywhere, `pltpu.InterpretParams(...)` also watches memory and races. `fixed`
+    (q_offset, kv_length) builds them into the program, in place of the arrays: the compiler's cycle
+    estimates follow no branch on a value it does not know.
 
     NotImplementedError for formats or tiles that the kernel has not.
     """
@@ -72,7 +75,7 @@ def attention(
     tiles = choose(q, k, formats) if tiles is None else tiles
     _refuse(q, k, v, formats, tiles)
     operands = prepare(q, k, v, scale, k_scale, v_scale, formats, tiles)
-    accs, sums, maxima = _call(operands, q_offset, kv_length, formats, tiles, interpret)
+    accs, sums, maxima = _call(operands, q_offset, kv_length, formats, tiles, interpret, fixed)
     o = accs[0] if tiles.splits == 1 else _merge(accs, sums, maxima, operands.log2_factor)
     return operands.unpack(o)
 
@@ -136,6 +139,23 @@ class _Plan:
     tiles: Tiles
     tokens: int
     capacity: int
+    fixed: tuple[int, int, int] | None
+
+    def positions(self, b, offset_ref, length_ref, steps_ref, *_):
+        """(q_offset, kv_length) of batch row b, and grid steps of a split."""
+        if self.fixed is not None:
+            return tuple(map(jnp.int32, self.fixed))
+        return offset_ref[b], jnp.minimum(length_ref[b], self.capacity), steps_ref[0]
+
+    @property
+    def edge_rows(self) -> int:
+        """Rows that share a softmax step where the diagonal cuts the block: those of one head can
+        be parted by token, so that the early ones skip the late keys."""
+        return min(self.tiles.block_k, self.tiles.rows) if self.can_part else self.tiles.rows
+
+    @property
+    def can_part(self) -> bool:
+        return self.tiles.heads == 1 and self.tiles.rows % self.tiles.block_k == 0
 
     @property
     def lanes(self) -> int:
@@ -147,7 +167,6 @@ class _Plan:
         `end` on."""
         first = offset + i * self.tiles.block_q
         last = jnp.minimum(first + self.tiles.block_q, offset + self.tokens)
-        length = jnp.minimum(length, self.capacity)
         return jnp.minimum(first + 1, length), jnp.minimum(last, length)
 
 
@@ -158,23 +177,30 @@ def _call(
     formats: AttentionFormats,
     tiles: Tiles,
     interpret: Any,
+    fixed: tuple[int, int] | None,
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
     """Per split: o (normalised only where there is one split), l and m, all over packed rows."""
     q, k, v = operands.q, operands.k, operands.v
     batch, units, blocks, rows, width = q.shape
     groups, capacity = k.shape[1:3]
     v_width = v.shape[3]
-    plan = _Plan(formats, tiles, operands.tokens, capacity)
     # The grid ends at the last block that any query of the batch sees.
-    end = jnp.max(jnp.minimum(q_offset + operands.tokens, kv_length))
-    used = pl.cdiv(jnp.clip(end, 1, capacity), tiles.block_kv)
-    steps = pl.cdiv(used, tiles.splits).astype(jnp.int32)
+    if fixed is None:
+        end = jnp.max(jnp.minimum(q_offset + operands.tokens, kv_length))
+        used = pl.cdiv(jnp.clip(end, 1, capacity), tiles.block_kv)
+    else:
+        used = -(-min(fixed[0] + operands.tokens, fixed[1]) // tiles.block_kv)
+    steps = pl.cdiv(used, tiles.splits)
+    fixed = None if fixed is None else (*fixed, steps)
+    plan = _Plan(formats, tiles, operands.tokens, capacity, fixed)
     factors = jnp.stack([operands.score_factor, operands.log2_factor, operands.shift])
 
-    def key_block(b, n, i, split, j, offset, length, steps):
-        _, end = plan.bounds(i, offset[b], length[b])
-        last = jnp.maximum(end - 1, 0) // tiles.block_kv
-        return b, n // (units // groups), jnp.minimum(split * steps[0] + j, last), 0
+    def key_block(b, n, i, split, j, *refs):
+        offset, length, steps = plan.positions(b, *refs)
+        _, end = plan.bounds(i, offset, length)
+        last = jax.lax.div(jnp.maximum(end - 1, 0), jnp.int32(tiles.block_kv))
+        head = jax.lax.div(n, jnp.int32(units // groups))
+        return b, head, jnp.minimum(split * steps + j, last), 0
 
     def row_block(b, n, i, split, j, *_):
         return b, n, i, 0, 0
@@ -187,10 +213,9 @@ def _call(
     outs = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=4,
             grid=(batch, units, blocks, tiles.splits, steps),
             in_specs=[
-                pl.BlockSpec(memory_space=pltpu.SMEM),
                 pl.BlockSpec((None, None, None, rows, width), row_block),
                 pl.BlockSpec((None, None, tiles.block_kv, width), key_block),
                 pl.BlockSpec((None, None, tiles.block_kv, v_width), key_block),
@@ -212,7 +237,7 @@ def _call(
         cost_estimate=_cost(operands, plan),
         interpret=interpret,
         name=f"attention_q{tiles.block_q}x{tiles.heads}_k{tiles.block_k}_kv{tiles.block_kv}",
-    )(q_offset, kv_length, steps[None], factors, q, k, v)
+    )(q_offset, kv_length, jnp.full((1,), steps, jnp.int32), factors, q, k, v)
     if tiles.splits == 1:
         return [outs[0][0]], [], []
     return tuple(list(out) for out in outs)
@@ -225,8 +250,9 @@ def _kernel(
     *out_refs, m_ref, l_ref, acc_ref = refs
     b, i, split, j = (pl.program_id(axis) for axis in (0, 2, 3, 4))
     tiles = plan.tiles
-    seen, end = plan.bounds(i, offset_ref[b], length_ref[b])
-    start = (split * steps_ref[0] + j) * tiles.block_kv
+    offset, length, steps = plan.positions(b, offset_ref, length_ref, steps_ref)
+    seen, end = plan.bounds(i, offset, length)
+    start = (split * steps + j) * tiles.block_kv
 
     @pl.when(j == 0)
     def _():
@@ -241,23 +267,31 @@ def _kernel(
     @pl.when(start + tiles.block_kv <= seen)
     def _():
         for sub in range(0, tiles.block_kv, tiles.block_k):
-            step(sub, None)
+            step(0, tiles.rows, sub, None)
+
+    @pl.when((start + tiles.block_kv > length) & (start < end))
+    def _():
+        # 0 * NaN is NaN: unused slots are cleared, not only masked in the scores.
+        v = v_ref[...]
+        wide = v.astype(jnp.bfloat16) if v.dtype.itemsize == 1 else v  # float8 has no select
+        row = jax.lax.broadcasted_iota(jnp.int32, v.shape, 0)
+        v_ref[...] = jnp.where(row < length - start, wide, 0).astype(v.dtype)
 
     @pl.when((start + tiles.block_kv > seen) & (start < end))
     def _():
-        # Row r holds token r % block_q, and sees the keys below its limit.
-        row = jax.lax.broadcasted_iota(jnp.int32, (tiles.rows, _LANES), 0)
-        first = offset_ref[b] + i * tiles.block_q
-        token = first + (row & jnp.int32(tiles.block_q - 1))
-        length = jnp.minimum(length_ref[b], plan.capacity)
-        limit = jnp.minimum(token + 1, length)
-        for sub in range(0, tiles.block_kv, tiles.block_k):
+        first = offset + i * tiles.block_q
+        for begin in range(0, tiles.rows, plan.edge_rows):
+            # Row r holds token r % block_q, and sees the keys below its limit.
+            row = begin + jax.lax.broadcasted_iota(jnp.int32, (plan.edge_rows, _LANES), 0)
+            limit = jnp.minimum(first + 1 + (row & jnp.int32(tiles.block_q - 1)), length)
+            last = min(begin + plan.edge_rows, tiles.block_q)
+            for sub in range(0, tiles.block_kv, tiles.block_k):
 
-            @pl.when(start + sub < end)
-            def _(sub=sub):
-                step(sub, (limit - (start + sub), length - (start + sub)))
+                @pl.when(start + sub < jnp.minimum(first + last, end))
+                def _(begin=begin, limit=limit, sub=sub):
+                    step(begin, plan.edge_rows, sub, limit - (start + sub))
 
-    @pl.when(j == steps_ref[0] - 1)
+    @pl.when(j == steps - 1)
     def _():
         total = jnp.sum(l_ref[...], axis=1, keepdims=True)
         acc = acc_ref[...]
@@ -268,22 +302,23 @@ def _kernel(
                 ref[...] = value
 
 
-def _softmax_step(factors_ref, q_ref, k_ref, v_ref, m_ref, l_ref, acc_ref, plan, sub, limits):
-    """Keys sub .. sub + block_k of the loaded ones; `limits` None where every row sees them all,
-    else (keys each row sees [rows, 128], keys that hold anything at all)."""
-    tiles, formats = plan.tiles, plan.formats
-    block_k, rows = tiles.block_k, tiles.rows
-    keys = pl.ds(sub, block_k)
+def _softmax_step(
+    factors_ref, q_ref, k_ref, v_ref, m_ref, l_ref, acc_ref, plan, begin, count, sub, limit
+):
+    """`count` rows from `begin` meet block_k of the loaded keys from `sub`; `limit` None where
+    every row sees them all, else how many each row sees [count, 128]."""
+    formats, block_k = plan.formats, plan.tiles.block_k
+    rows, keys = pl.ds(begin, count), pl.ds(sub, block_k)
     factor, shift = factors_ref[1], factors_ref[2]
 
-    s = _dot(q_ref[...], k_ref[keys, :], _NT, formats.dot)
+    s = _dot(q_ref[rows, :], k_ref[keys, :], _NT, formats.dot)
     if not formats.scores.is_exact:
         s = kernel_rounding.round_to(s * factors_ref[0], formats.scores)
-    if limits is not None:
-        key = jax.lax.broadcasted_iota(jnp.int32, (rows, block_k), 1)
-        s = jnp.where(key < _widen(limits[0], block_k), s, -jnp.inf)
+    if limit is not None:
+        key = jax.lax.broadcasted_iota(jnp.int32, (1, block_k), 1)
+        s = jnp.where(key < _widen(limit, block_k), s, -jnp.inf)
 
-    m = m_ref[...]
+    m = m_ref[rows, :]
     m_new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True) - shift)
     if formats.rescale_threshold > 0:
         risen = (m_new - m) * factor > jnp.float32(formats.rescale_threshold)
@@ -292,16 +327,12 @@ def _softmax_step(factors_ref, q_ref, k_ref, v_ref, m_ref, l_ref, acc_ref, plan,
     alpha = jnp.exp2((m - m_new) * factor)
 
     v = v_ref[keys, :]
-    if limits is not None:
-        # 0 * NaN is NaN: unused slots are cleared, not only masked in the scores.
-        row = jax.lax.broadcasted_iota(jnp.int32, v.shape, 0)
-        v = jnp.where(row < limits[1], v.astype(_clearable(v.dtype)), 0)
     pv, rounded = _weighted_values(p, v, plan)
     summed = rounded if formats.row_sum == "rounded" else p
     parts = [summed[:, c : c + plan.lanes] for c in range(0, block_k, plan.lanes)]
-    l_ref[...] = l_ref[...] * _widen(alpha, plan.lanes) + sum(parts[1:], parts[0])
-    acc_ref[...] = acc_ref[...] * _widen(alpha, acc_ref.shape[1]) + pv
-    m_ref[...] = m_new
+    l_ref[rows, :] = l_ref[rows, :] * _widen(alpha, plan.lanes) + sum(parts[1:], parts[0])
+    acc_ref[rows, :] = acc_ref[rows, :] * _widen(alpha, acc_ref.shape[1]) + pv
+    m_ref[rows, :] = m_new
 
 
 def _weighted_values(p: jax.Array, v: jax.Array, plan: _Plan) -> tuple[jax.Array, jax.Array]:
@@ -346,11 +377,6 @@ def _dot(x: jax.Array, y: jax.Array, dimensions: Any, dot: str) -> jax.Array:
         x, y, dimensions, preferred_element_type=jnp.float32,
         precision=jax.lax.Precision.HIGHEST if exact else None,
     )  # fmt: skip
-
-
-def _clearable(dtype: jnp.dtype) -> jnp.dtype:
-    """float8 vectors have no select: they are cleared as bfloat16."""
-    return jnp.dtype(jnp.bfloat16) if dtype == jnp.float8_e4m3fn else dtype
 
 
 def _widen(x: jax.Array, width: int) -> jax.Array:

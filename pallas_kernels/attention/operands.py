@@ -87,11 +87,13 @@ def _operand(
     x: jax.Array, factor: float | jax.Array, fmt: Format
 ) -> tuple[jax.Array, float | jax.Array]:
     """(y, rest): y * rest is round_to(x * factor, fmt); y is float8, bfloat16 or float32."""
-    if fmt.is_exact:
+    unscaled = isinstance(factor, float) and factor == 1.0
+    stored = unscaled and x.dtype == fmt.storage_dtype != jnp.float32
+    if fmt.is_exact or stored:  # what is stored in the format is on its grid
         narrow = x.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
         return x if narrow else x.astype(jnp.float32), factor
     x = x.astype(jnp.float32)
-    if not (isinstance(factor, float) and factor == 1.0):
+    if not unscaled:
         x = x * jnp.asarray(factor, jnp.float32)
     fits = kernel_rounding.fits_bfloat16(fmt) and math.frexp(fmt.scale)[0] == 0.5
     x = round_to(x, fmt)
