@@ -137,9 +137,22 @@ def test_confident_flips(band, good):
         assert one.outcome is Outcome.INCONCLUSIVE
         assert outcome_of(one, "confident_flips") == {"INCONCLUSIVE"}
     two = judge(with_flips(good, [(0, between), (1, between)]), band)
-    assert two.outcome is Outcome.FAIL and "2 confident flips in 2 segments" in two.reason
+    assert two.outcome is Outcome.FAIL
+    assert "2 confident flips at 2 positions in 2 segments" in two.reason
     beyond = judge(with_flips(good, [(0, 1.01 * max(far, limit))]), band)
     assert beyond.outcome is Outcome.FAIL
+
+
+def test_a_position_flipped_in_decode_and_in_rescoring_is_listed_once(band, good):
+    margin = 3 * max(2 * band.margins["largest_flip_margin"], band.margins["confident_margin"])
+    flipped, margins, pos = good.flipped.copy(), good.margin.copy(), good.pos.copy()
+    first = int(np.argmax((good.segment == 0) & (good.phase == 1)))
+    again = first + 1
+    pos[again] = pos[first]
+    flipped[[first, again]], margins[[first, again]] = True, margin
+    reason = judge(dataclasses.replace(good, flipped=flipped, margin=margins, pos=pos), band).reason
+    assert "2 confident flips at 1 positions in 1 segments" in reason
+    assert reason.count(f"{good.segments[0].id} at") == 1
 
 
 def test_two_confident_flips_in_one_segment_are_one_event(corpus, good):

@@ -55,14 +55,18 @@ def confident_flips(case: Case) -> tuple[Gate, list[Finding]]:
         segments = np.unique(c.segment[rows]).size
         fails = segments >= 2 or bool(c.margin[rows[0]] > far)
         outcome = Outcome.FAIL if fails else Outcome.INCONCLUSIVE
+        # The same token may have flipped in decode and in rescoring.
+        places = dict.fromkeys((int(c.segment[row]), int(c.pos[row])) for row in rows)
         listed = "; ".join(
-            f"{c.segments[c.segment[row]].id} at {c.pos[row]}, margin {c.margin[row]:.3g}"
-            for row in rows[:_LISTED]
+            f"{c.segments[segment].id} at {pos}, margin"
+            f" {c.margin[rows[(c.segment[rows] == segment) & (c.pos[rows] == pos)]].max():.3g}"
+            for segment, pos in list(places)[:_LISTED]
         )
         findings.append(
             Finding(
                 "fail" if fails else "inconclusive",
-                f"{rows.size} confident flips in {segments} segments: margin above {limit:.3g}, "
+                f"{rows.size} confident flips at {len(places)} positions in {segments} segments:"
+                f" margin above {limit:.3g}, "
                 f"where normal runs do not flip (their largest: {largest:.3g}): {listed}.",
                 "" if fails else "One can be chance: record more segments to see a second.",
             )
