@@ -40,6 +40,8 @@ MAX_ALLOWED_RATIO = 2.0
 _OUTLIER_P = 0.01
 _NEAR_DUPLICATE = 0.1
 _QUANTILES = (0.5, 0.9, 0.99, 0.999)
+_LOWER_QUANTILES = (0.01, 0.1, 0.25)
+"""Of the KL only, for the report's curve of the normal difference."""
 
 
 def calibrate(
@@ -366,7 +368,10 @@ def _strata(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
                 result.append(
                     {"kind": kind, "context_len": context, "phase": phase_name}
                     | {"positions": int(rows.sum()), "mean": float(f"{kl.mean():.6g}")}
-                    | {f"p{q * 100:g}": float(f"{np.quantile(kl, q):.6g}") for q in _QUANTILES}
+                    | {
+                        f"p{q * 100:g}": float(f"{np.quantile(kl, q):.6g}")
+                        for q in (*_LOWER_QUANTILES, *_QUANTILES)
+                    }
                     | {"max": float(f"{kl.max():.6g}")}
                 )
     return result
