@@ -26,6 +26,9 @@ NORMAL_FORMATS: dict[str, dict[str, Any]] = {
 RED_AT_OP = 4.0
 """An error of so many times the yardstick is red at the op; sixteen times its KL."""
 
+ORDER_OF_SUMS = 1e-5
+"""float32 sums in another order differ by less."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Size:
@@ -34,6 +37,11 @@ class Size:
 
     output: float
     state: float = 0.0
+
+    @property
+    def acts(self) -> bool:
+        """Whether this is more than another order of sums."""
+        return self.largest > ORDER_OF_SUMS
 
     @property
     def largest(self) -> float:

@@ -121,7 +121,7 @@ class Trials:
             result = dataclasses.replace(self._result(fault, verdict), errors=errors)
             if verdict.outcome is Outcome.FAIL:
                 return result
-        if fault.expected != "green" and errors is not None and errors.largest == 0.0:
+        if fault.expected != "green" and errors is not None and not errors.acts:
             return self._at_op(fault, f"does not act on this corpus; needs {fault.needs}")
         return result
 
