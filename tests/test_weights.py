@@ -319,6 +319,8 @@ def test_layouts_read_any_rectangle_of_what_they_wrote(layout, shape) -> None:
         for columns in [(0, shape[1]), (1, 4), (2, 3)]:
             index = (slice(*rows), slice(*columns))
             assert np.array_equal(layout.read(hf, index), value[index])
+            region, inside = layout.region(index)
+            assert np.array_equal(layout.read(hf[region], inside), value[index])
 
 
 def test_a_saved_model_is_as_readable_as_any_new_file(saved) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -147,25 +145,6 @@ def test_untied_head_missing_and_tied_head_extra(directory: Path) -> None:
     tensors["model.lm_head.weight"] = head
     save_file(tensors, directory / NAME)
     refused(directory, r"0 missing, 1 extra, 0 misshapen.\n \+ model.lm_head.weight")
-
-
-def test_quantised_by_config(directory: Path) -> None:
-    quantised = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}
-    (directory / "config.json").write_text(json.dumps(TINY | quantised))
-    refused(directory, r"is quantised: it has quantization_config \(fp8\)")
-    wrapper = {"model_type": "qwen3_5", "text_config": TINY | quantised}
-    (directory / "config.json").write_text(json.dumps(wrapper))
-    refused(directory, r"is quantised: it has quantization_config \(fp8\)")
-
-
-def test_quantised_by_tensors(directory: Path) -> None:
-    tensors = load_file(directory / NAME)
-    name = "model.layers.0.mlp.up_proj.weight"
-    save_file(tensors | {f"{name}_scale_inv": np.ones((1, 1), np.float32)}, directory / NAME)
-    refused(directory, f"is quantised: it has {name}_scale_inv")
-    tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
-    save_file(tensors, directory / NAME)
-    refused(directory, f"is quantised: it has {name}")
 
 
 @pytest.fixture

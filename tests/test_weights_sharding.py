@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from jax.sharding import PartitionSpec
+from quantised_checkpoints import MXFP4, write_quantised
 from tiny_checkpoints import TINY
 
 from kernjax.base.errors import UserError
@@ -101,7 +102,7 @@ FOUR_DEVICES = """
     from kernjax.model.params import leaves
     from kernjax.weights import load, load_params, param_shardings, parse_mesh
 
-    directory = sys.argv[1]
+    directory, quantised = sys.argv[1:]
     config = ModelConfig.from_directory(directory)
     single = dict(leaves(load_params(directory, config)))
     # The last: stacks of 1200 bytes and more (about half of them) are filled layer by layer.
@@ -120,6 +121,13 @@ FOUR_DEVICES = """
             assert np.asarray(leaf).tobytes() == np.asarray(single[path]).tobytes(), path
     qkv = loaded["linear", "qkv"]
     assert qkv.addressable_shards[0].data.shape == (2, 20 // 2, 40 // 2)
+    # Slices that cut blocks of scales and packed bytes: width 20 in 4, mlp 24 in 2.
+    whole = dict(leaves(load_params(quantised, config, dtype="float32")))
+    for text, host_stack in (("fsdp=4", 1 << 20), ("tensor=2,fsdp=2", 1200)):
+        load._HOST_STACK_BYTES = host_stack
+        parts = load_params(quantised, config, dtype="float32", mesh=parse_mesh(text))
+        for path, leaf in leaves(parts):
+            assert np.asarray(leaf).tobytes() == np.asarray(whole[path]).tobytes(), path
     try:
         load_params(directory, config, mesh=parse_mesh("tensor=4"))
     except UserError as error:
@@ -132,9 +140,10 @@ FOUR_DEVICES = """
 
 def test_four_devices_hold_the_same_bits_as_one(tmp_path: Path) -> None:
     save_hf(random_params(CONFIG, seed=0, dtype="bfloat16"), TINY, tmp_path)
+    write_quantised(tmp_path / "quantised", MXFP4)
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FOUR_DEVICES), str(tmp_path)],
+        [sys.executable, "-c", textwrap.dedent(FOUR_DEVICES), tmp_path, tmp_path / "quantised"],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,

@@ -19,12 +19,17 @@ def weights_sha256(directory: str | Path, config: ModelConfig | None = None) -> 
     """Hex SHA-256 over canonical name, dtype, shape and bytes of every text tensor.
 
     The same for one file or many shards, with or without the vision tower and the MTP head, under
-    any accepted prefix, and whether or not a tied lm_head is repeated. Reads the whole text model,
+    any accepted prefix, and whether or not a tied lm_head is repeated. Of quantised weights: codes
+    and scales, so a checkpoint and its dequantised copy are two. Reads the whole text model,
     several tensors at a time (hashing releases the interpreter lock). `config` defaults to the
     directory's own.
     """
     config = ModelConfig.from_directory(directory) if config is None else config
-    tensors = text_tensors(directory, config)
+    tensors = {
+        name + suffix: tensor
+        for name, source in text_tensors(directory, config).items()
+        for suffix, tensor in source.tensors().items()
+    }
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         digests = pool.map(_sha256, tensors.values())
         rows = [

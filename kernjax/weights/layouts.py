@@ -25,9 +25,17 @@ class Layout(Protocol):
         """parameter[index] out of the HF tensor; slices have explicit bounds and no step."""
         ...
 
+    def region(self, index: Index) -> tuple[Index, Index]:
+        """(r, i) such that read(hf, index) is read(hf[r], i): what has to be decoded to read it."""
+        ...
+
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:
         """Puts the whole parameter into its place in the HF tensor."""
         ...
+
+
+def _from_zero(index: Index) -> Index:
+    return tuple(slice(0, part.stop - part.start) for part in index)
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,9 @@ class AsIs:
 
     def read(self, hf: np.ndarray, index: Index) -> np.ndarray:
         return hf[index]
+
+    def region(self, index: Index) -> tuple[Index, Index]:
+        return index, _from_zero(index)
 
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:
         hf[...] = value
@@ -54,6 +65,9 @@ class Transposed:
     def read(self, hf: np.ndarray, index: Index) -> np.ndarray:
         return hf.T[index]
 
+    def region(self, index: Index) -> tuple[Index, Index]:
+        return index[::-1], _from_zero(index)
+
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:
         hf.T[...] = value
 
@@ -67,6 +81,9 @@ class Depthwise:
 
     def read(self, hf: np.ndarray, index: Index) -> np.ndarray:
         return hf[:, 0][index]
+
+    def region(self, index: Index) -> tuple[Index, Index]:
+        return (index[0], slice(0, 1), index[1]), _from_zero(index)
 
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:
         hf[:, 0] = value
@@ -88,17 +105,30 @@ class HeadPart:
 
     def _heads(self, hf: np.ndarray) -> np.ndarray:
         """[N, H, D], a view."""
-        return hf.reshape(-1, 2, self.head_dim, hf.shape[1])[:, self.part]
+        heads = hf.shape[0] // (2 * self.head_dim)
+        return hf.reshape(heads, 2, self.head_dim, hf.shape[1])[:, self.part]
+
+    def _span(self, rows: slice) -> tuple[int, int]:
+        """The first head that the parameter's `rows` touch, and the one after the last."""
+        return rows.start // self.head_dim, -(-rows.stop // self.head_dim)
 
     def read(self, hf: np.ndarray, index: Index) -> np.ndarray:
         columns, rows = index
-        first = rows.start // self.head_dim
-        last = -(-rows.stop // self.head_dim)
+        first, last = self._span(rows)
         block = self._heads(hf)[first:last, :, columns]
         block = block.reshape((last - first) * self.head_dim, block.shape[-1])
         offset = first * self.head_dim
         block = block[rows.start - offset : rows.stop - offset]
         return block.T
+
+    def region(self, index: Index) -> tuple[Index, Index]:
+        """Both parts of the heads: they alternate, and a device that holds one holds the other."""
+        columns, rows = index
+        first, last = self._span(rows)
+        offset = first * self.head_dim
+        inside = slice(rows.start - offset, rows.stop - offset)
+        whole = slice(2 * offset, 2 * last * self.head_dim)
+        return (whole, columns), (_from_zero((columns,))[0], inside)
 
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:
         heads = self._heads(hf)

@@ -7,6 +7,7 @@ holds more than one layer's tensor per device. `np.memmap` reads: a slice touche
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,8 @@ from kernjax.model.config import ModelConfig
 from kernjax.model.params import tree_of, weight_dtype
 from kernjax.weights.match import text_tensors
 from kernjax.weights.names import Leaf, Part, table
-from kernjax.weights.safetensors_files import READABLE, TensorEntry
 from kernjax.weights.sharding import partition_spec
+from kernjax.weights.sources import Source
 
 # Stacks up to this size (of the whole parameter, in bytes) are assembled on the host, without
 # compiling anything.
@@ -45,7 +46,9 @@ def load_params(
     """The parameters of the checkpoint in `directory`, as the tree of `abstract_params(config)`.
 
     `dtype` None keeps each parameter's own dtype, by its tensor headers (the widest, where layers
-    differ); otherwise bfloat16, float16 or float32. Norms, A_log and dt_bias are float32 always.
+    differ; of quantised weights, one that holds their values); otherwise bfloat16, float16 or
+    float32. Quantised weights are dequantised as they are read. Norms, A_log and dt_bias are
+    float32 always.
     With a `mesh` the arrays are global and sharded by `sharding.RULES`; without, they lie on the
     default device. `progress` draws a bar on standard error.
 
@@ -62,7 +65,7 @@ def load_params(
     with tqdm(total=total, desc="loading", unit="B", unit_scale=True, disable=not progress) as bar:
 
         def load(leaf: Leaf) -> jax.Array:
-            own = [READABLE[tensors[part.name].dtype] for part in leaf.parts]
+            own = [tensors[part.name].value_dtype for part in leaf.parts]
             target = leaf.spec.dtype(_widest(own) if wanted is None else wanted)
             return _load_leaf(leaf, tensors, target, _Placement(mesh, specs[leaf.path]), bar)
 
@@ -74,10 +77,10 @@ def _widest(dtypes: list[np.dtype]) -> np.dtype:
     return dtypes[0] if len(set(dtypes)) == 1 else np.dtype(np.float32)
 
 
-def _source_bytes(tensors: Mapping[str, TensorEntry], leaf: Leaf, part: Part) -> int:
+def _source_bytes(tensors: Mapping[str, Source], leaf: Leaf, part: Part) -> int:
     """Bytes of the file that become this part of this leaf (q_proj serves two leaves)."""
-    itemsize = READABLE[tensors[part.name].dtype].itemsize
-    return int(np.prod(leaf.part_shape, dtype=np.int64)) * itemsize
+    source = tensors[part.name]
+    return source.nbytes * math.prod(leaf.part_shape) // math.prod(source.shape)
 
 
 class _Placement:
@@ -116,15 +119,13 @@ class _Placement:
 
 def _load_leaf(
     leaf: Leaf,
-    tensors: Mapping[str, TensorEntry],
+    tensors: Mapping[str, Source],
     dtype: np.dtype,
     placement: _Placement,
     bar: tqdm,
 ) -> jax.Array:
     def read_part(part: Part, index: Index) -> np.ndarray:
-        view = part.layout.read(tensors[part.name].array(), index)
-        # A copy (jax on a CPU would alias the mapped file), in the file's own memory order.
-        return np.array(view, dtype=dtype, order="K")
+        return tensors[part.name].read(part.layout, index, dtype)
 
     def done(part: Part) -> None:
         bar.update(_source_bytes(tensors, leaf, part))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from kernjax.base.errors import UserError
 from kernjax.model.config import ModelConfig, read_config_json
 from kernjax.weights.names import LM_HEAD, expected_shapes, is_skipped, resolve
+from kernjax.weights.quantisation import Scheme, read_scheme
 from kernjax.weights.safetensors_files import (
     READABLE,
     Checkpoint,
@@ -22,50 +22,127 @@ from kernjax.weights.safetensors_files import (
     capped,
     open_checkpoint,
 )
+from kernjax.weights.sources import Plain, Quantised, Source
 
 _LISTED = 8  # lines of each kind in a difference
 _BLOCK = 1 << 24  # bytes compared at a time
 
 
-def text_tensors(directory: str | Path, config: ModelConfig) -> dict[str, TensorEntry]:
-    """Canonical name -> tensor, for exactly the tensors that `config` demands.
+# Sidecars of a quantised `X.weight`, of any scheme: without being read, they are never ignored.
+_SIDECARS = ("_scale_inv", "_scale", "_packed")
 
-    Vision and MTP tensors are left out. UserError for quantised checkpoints, and with the two-sided
-    difference of names where anything is missing, left over, misshapen or of an unreadable dtype.
+
+def text_tensors(directory: str | Path, config: ModelConfig) -> dict[str, Source]:
+    """Canonical name -> where its values are, for exactly the tensors that `config` demands.
+
+    Vision and MTP tensors are left out. UserError for quantisation that is not implemented, and
+    with the two-sided difference of names where anything is missing, left over, misshapen or of an
+    unreadable dtype, scales included.
     """
     directory = Path(directory)
     checkpoint = open_checkpoint(directory)
-    _refuse_quantised(read_config_json(directory), checkpoint)
+    scheme = read_scheme(read_config_json(directory), f"{directory}/config.json")
     expected = expected_shapes(config)
     found = {name: t for name, t in checkpoint.tensors.items() if not is_skipped(name)}
-    prefix = resolve(expected, found)
-    by_name = {prefix.canonical(name): t for name, t in found.items()}
+    if scheme is None:
+        _refuse_undeclared(checkpoint, found)
+    prefix = resolve(expected, {_weight_of(name)[0] for name in found})
+    canonical = {}  # found name -> canonical name, sidecars' too; None: under another prefix
+    for name in found:
+        weight, suffix = _weight_of(name)
+        weight = prefix.canonical(weight)
+        canonical[name] = None if weight is None else weight + suffix
+    by_name = {canonical[name]: t for name, t in found.items() if canonical[name] is not None}
 
-    missing = [prefix.full(name) for name in expected if name not in by_name]
-    extra = [name for name in found if prefix.canonical(name) not in expected]
+    matching = _Matching(by_name)
+    sources = {name: matching.source(name, shape, scheme) for name, shape in expected.items()}
+    missing = [prefix.full(weight) + suffix for weight, suffix in map(_weight_of, matching.missing)]
+    extra = [name for name in found if canonical[name] not in matching.used]
     if config.tie_word_embeddings and extra == [prefix.full(LM_HEAD)]:
         _check_same(by_name[LM_HEAD], by_name.get("embed_tokens.weight"))
         extra = []
-    wrong = [
-        f"{by_name[name].name}: {by_name[name].dtype} {list(by_name[name].shape)}, "
-        f"expected {list(shape)} in {'/'.join(READABLE)}"
-        for name, shape in expected.items()
-        if name in by_name and (by_name[name].shape != shape or by_name[name].dtype not in READABLE)
-    ]
-    if missing or extra or wrong:
+    if missing or extra or matching.wrong:
         raise UserError(
             f"The tensors of {directory} do not match its config.json: {len(missing)} missing, "
-            f"{len(extra)} extra, {len(wrong)} misshapen."
+            f"{len(extra)} extra, {len(matching.wrong)} misshapen."
             + "".join(
                 f"\n{mark} {line}"
-                for mark, lines in ((" -", missing), (" +", extra), (" ~", wrong))
+                for mark, lines in ((" -", missing), (" +", extra), (" ~", matching.wrong))
                 for line in _cut(lines)
             )
             + "\n",
-            f"Expected the {len(expected)} text tensors of a {config.model_type} model.",
+            f"Expected the {len(expected)} text tensors of a {config.model_type} model"
+            + (", quantised ones with their scales." if scheme else "."),
             "Check that config.json and the weights are of one checkpoint, and complete.",
         )
-    return {name: by_name[name] for name in expected}
+    if scheme is not None and not any(isinstance(s, Quantised) for s in sources.values()):
+        raise UserError(
+            f"{directory}/config.json declares a quantization_config, but no tensor is quantised.",
+            f"Expected tensors X.weight{scheme.codes} in {scheme.code_dtype} with"
+            f" X.weight{scheme.scales}.",
+            "Take the weights and the config.json of one release.",
+        )
+    return sources
+
+
+class _Matching:
+    """Finds the tensors of one weight after another, and notes what does not fit."""
+
+    def __init__(self, tensors: Mapping[str, TensorEntry]) -> None:
+        self._tensors = tensors
+        self.used: set[str] = set()
+        self.missing: list[str] = []
+        self.wrong: list[str] = []
+
+    def source(self, name: str, shape: tuple[int, ...], scheme: Scheme | None) -> Source | None:
+        """The source of weight `name`; None, and a note, where it does not fit."""
+        if scheme is None or not self._is_quantised(name, scheme):
+            tensor = self._take(name, shape, tuple(READABLE))
+            return None if tensor is None else Plain(tensor)
+        matrix = (shape[0], shape[-1])
+        code_shape = scheme.code_shape(matrix) if len(shape) == 2 else None
+        if code_shape is None:
+            self.used |= {name + scheme.codes, name + scheme.scales}
+            self.wrong.append(f"{name} {list(shape)} cannot be quantised in this format")
+            return None
+        codes = self._take(name + scheme.codes, code_shape, (scheme.code_dtype,))
+        scales = self._take(name + scheme.scales, scheme.scale_shape(matrix), scheme.scale_dtypes)
+        if codes is None or scales is None:
+            return None
+        return Quantised(scheme, matrix, codes, scales)
+
+    def _is_quantised(self, name: str, scheme: Scheme) -> bool:
+        codes = self._tensors.get(name + scheme.codes)
+        if scheme.codes == "":
+            return codes is not None and codes.dtype == scheme.code_dtype
+        # Scales without codes: the codes are what is missing, unless the weight itself is there.
+        return codes is not None or (
+            name not in self._tensors and name + scheme.scales in self._tensors
+        )
+
+    def _take(
+        self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]
+    ) -> TensorEntry | None:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            self.missing.append(name)
+            return None
+        self.used.add(name)
+        if tensor.shape != shape or tensor.dtype not in dtypes:
+            self.wrong.append(
+                f"{tensor.name}: {tensor.dtype} {list(tensor.shape)}, "
+                f"expected {list(shape)} in {'/'.join(dtypes)}"
+            )
+            return None
+        return tensor
+
+
+def _weight_of(name: str) -> tuple[str, str]:
+    """`X.weight_scale` -> (`X.weight`, `_scale`), a sidecar's weight and suffix; or (name, "")."""
+    for suffix in _SIDECARS:
+        if name.endswith(".weight" + suffix):
+            return name.removesuffix(suffix), suffix
+    return name, ""
 
 
 def _cut(lines: list[str]) -> list[str]:
@@ -73,27 +150,20 @@ def _cut(lines: list[str]) -> list[str]:
     return lines[:_LISTED] + ([f"... and {more} more"] if more > 0 else [])
 
 
-def _refuse_quantised(config: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+def _refuse_undeclared(checkpoint: Checkpoint, found: Mapping[str, TensorEntry]) -> None:
     """Scales that are not applied would give silently wrong weights."""
-    text = config.get("text_config")
-    declared = config.get("quantization_config")
-    if declared is None and isinstance(text, Mapping):
-        declared = text.get("quantization_config")
-    scales = sorted(
+    quantised = sorted(
         name
-        for name, tensor in checkpoint.tensors.items()
-        if name.endswith((".weight_scale_inv", ".weight_scale", ".weight_packed"))
-        or (tensor.dtype.startswith(("F8", "F6", "F4")) and not is_skipped(name))
+        for name, tensor in found.items()
+        if _weight_of(name)[1] or tensor.dtype.startswith(("F8", "F6", "F4"))
     )
-    if declared is None and not scales:
-        return
-    method = declared.get("quant_method") if isinstance(declared, Mapping) else declared
-    what = f"quantization_config ({method})" if declared is not None else capped(scales, 3)
-    raise UserError(
-        f"{checkpoint.directory} is quantised: it has {what}.",
-        "Expected BF16, F16 or F32 weights: quantised checkpoints are not read yet.",
-        "Use the unquantised release of the model.",
-    )
+    if quantised:
+        raise UserError(
+            f"{checkpoint.directory} is quantised: it has {capped(quantised, 3)}, but config.json"
+            " has no quantization_config.",
+            "Expected one that says how: without it the numbers' meaning would be a guess.",
+            "Download config.json again, with the weights of the same release.",
+        )
 
 
 def _check_same(head: TensorEntry, embed: TensorEntry | None) -> None:

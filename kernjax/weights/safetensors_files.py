@@ -39,7 +39,7 @@ _BITS = {
     "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
 
-# What a parameter may be stored as, until quantised formats are read.
+# What a parameter may be stored as, as it is.
 READABLE = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),

@@ -38,6 +38,12 @@ def save_hf(
             f"A checkpoint of model_type {config['model_type']!r} cannot be written.",
             "Expected 'qwen3_5_text': the wrapper has a vision tower, which these parameters lack.",
         )
+    if config.get("quantization_config"):
+        raise UserError(
+            "A config with a quantization_config cannot be written with these parameters.",
+            "Expected none: they are dequantised.",
+            "Remove it from the config.",
+        )
     by_path = dict(leaves(params))
     _check_tree(by_path, parsed)
     prefix = next(prefix for prefix in PREFIXES if prefix.body == "model.")
