@@ -1,0 +1,1 @@
+"""Compiling the kernels with the real accelerator compilers, on machines that have none."""
