@@ -26,6 +26,8 @@ Exit codes: 0 PASS · 1 FAIL · 2 INCONCLUSIVE · 3 could not judge.
 
 from __future__ import annotations
 
+import shlex
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -72,10 +74,13 @@ def main(args: list[str]) -> int:
     began = time.monotonic()
     from kernjax.judge import Band, compare, judge
     from kernjax.recording import load_recording
-    from kernjax.reporting import render_text, verdict_line, write_files
+    from kernjax.reporting import check_writable, render_text, verdict_line, write_files
+    from kernjax.reporting.annotations import annotations, wanted
     from kernjax.scoring.runs import Runs
 
     _check_flags()
+    if _OUTPUT_DIR.value:
+        check_writable(_OUTPUT_DIR.value)
     reference_path, band_path = _REFERENCE.value, _BAND.value
     if reference_path is None or band_path is None:
         from kernjax.scoring.session import default_band, default_reference
@@ -102,12 +107,14 @@ def main(args: list[str]) -> int:
         )
         twin = _twin_table(compare(*runs.twin)) if runs.twin else None
     wall_s = time.monotonic() - began
+    more: dict[str, Any] = {"command": _as_typed(), "runs": runs.costs, "notes": runs.notes}
+    if twin is not None:
+        more["twin"] = twin
     if _OUTPUT_DIR.value:
-        write_files(verdict, _OUTPUT_DIR.value, wall_s)
+        write_files(verdict, _OUTPUT_DIR.value, wall_s, more)
     print(render_text(verdict))
     for note in runs.notes:
         print(note)
-    line = verdict_line(verdict, wall_s)
     if twin is not None:
         print("Against the twin (production less the change): KL by kind and depth")
         for row in twin:
@@ -115,9 +122,17 @@ def main(args: list[str]) -> int:
                 f"  {row['kind']:8} {row['context_len']:>7}  median {row['kl_median']:.2e}"
                 f"  mean {row['kl_mean']:.2e}"
             )
-        line["twin"] = twin
+    if wanted():
+        sys.stdout.flush()
+        print(*annotations(verdict), sep="\n", file=sys.stderr)
+    line = verdict_line(verdict, wall_s, more)
     command.print_json(line)
     return verdict.exit_code
+
+
+def _as_typed() -> str:
+    """The command that does this once more, from the same directory."""
+    return shlex.join(["python", "-m", FLAGS.command_name, *FLAGS.given()])
 
 
 def _check_flags() -> None:
@@ -165,9 +180,18 @@ def _run_candidate(reference_path: str, folder: Path) -> Any:
     lenses = Lenses(
         _LIMIT.value, _ISOLATED.value, _ISOLATED_LIMIT.value, _TWIN.value, _REPEAT.value
     )
-    runs = run_lenses(
-        session, policy, production, folder, kernels, lenses, lambda title: Meter(title, "tok")
-    )
+    meters: list[Meter] = []
+
+    def announce(title: str) -> Meter:
+        meters.append(Meter(title, "tok"))
+        return meters[-1]
+
+    runs = run_lenses(session, policy, production, folder, kernels, lenses, announce)
+    runs.costs = [
+        {"run": meter.title, "tokens": meter.tokens, "seconds": meter.seconds}
+        for meter in meters
+        if meter.tokens
+    ]
     if _GREEDY.value:
         runs.notes += _greedy_notes(session, policy, production, kernels)
     return runs

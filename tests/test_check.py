@@ -68,7 +68,8 @@ def test_a_gross_change_fails(capsys, tmp_path):
         "--output_dir", str(out),
     )  # fmt: skip
     assert code == 1 and line["verdict"] == "FAIL" and text.startswith("FAIL")
-    assert {p.name for p in out.iterdir()} == {"verdict.json", "report.txt", "candidate"}
+    names = {p.name for p in out.iterdir()}
+    assert {"verdict.json", "report.txt", "report.md", "junit.xml", "candidate"} <= names
     assert json.loads((out / "verdict.json").read_text())["verdict"] == "FAIL"
     # A finished recording of the same producer is taken as it is, through another door too.
     again, _, _ = judged(capsys, "--candidate", str(out / "candidate"))

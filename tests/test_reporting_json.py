@@ -18,6 +18,7 @@ KEYS = (
     "schema_version verdict exit_code kl flips positions strata gates reference candidate band"
     " wall_s"
 ).split()
+FILES = ["junit.xml", "report.md", "report.txt", "verdict.json"]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_it_is_one_line_of_strict_json(verdict):
 def test_files(tmp_path, verdict):
     folder = tmp_path / "new" / "folder"
     paths = write_files(verdict, folder, wall_s=2.0)
-    assert sorted(p.name for p in folder.iterdir()) == ["report.txt", "verdict.json"]
+    assert sorted(p.name for p in folder.iterdir()) == FILES
     assert set(paths) == set(folder.iterdir())
     assert json.loads((folder / "verdict.json").read_text()) == json.loads(
         json.dumps(verdict_line(verdict, 2.0))
@@ -87,4 +88,4 @@ def test_a_write_that_breaks_leaves_nothing_half_written(tmp_path, verdict, monk
     with pytest.raises(UserError, match="No space left"):
         write_files(verdict, tmp_path, wall_s=9.0)
     assert (tmp_path / "verdict.json").read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["report.txt", "verdict.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == FILES

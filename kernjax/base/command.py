@@ -108,6 +108,7 @@ def guard(
     `debug_log` names a file to append the traceback to.
     """
     _log_to_stderr()
+    _print_anything()
     try:
         code = body()
         sys.stdout.flush()  # a full disk or a closed pipe shows up here at the latest
@@ -160,6 +161,13 @@ def _log_to_stderr() -> None:
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         log.propagate = False
+
+
+def _print_anything() -> None:
+    """Where standard output cannot hold a character (a Latin-1 locale), an escape stands for it."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:  # tests put other objects there
+        reconfigure(errors="backslashreplace")
 
 
 class _StderrHandler(logging.StreamHandler):

@@ -163,6 +163,26 @@ class Flags(absl_flags.FlagValues):
             )
         return words
 
+    def given(self) -> list[str]:
+        """The flags that differ from their defaults, one word each, as a command line takes them.
+
+        `--debug_log` is none of them: it does not change what a command does.
+        """
+        words = []
+        for name in self._entries():
+            flag = self[name]
+            if flag.value == flag.default:
+                continue
+            if flag.boolean:
+                words.append(f"--{name}" if flag.value else f"--no{name}")
+            elif isinstance(flag, absl_flags.MultiFlag):
+                words += [f"--{name}={value}" for value in flag.value]
+            elif isinstance(flag.value, list):
+                words.append(f"--{name}={','.join(flag.value)}")
+            else:
+                words.append(f"--{name}={flag.value}")
+        return words
+
     def format_manual(self) -> str:
         """The docstring, then the flags by group with their defaults."""
         lines = [self._manual, ""]

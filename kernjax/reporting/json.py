@@ -1,26 +1,31 @@
-"""The verdict for machines: the last line of standard output, and the verdict's files."""
+"""The verdict for machines: the last line of standard output, and the bytes of a file.
+
+`schemas/check-1.schema.json`, beside this file, describes the line. `schema_version` is its major
+version: it grows when a key goes away or changes its meaning. New keys may come at any time, so a
+reader ignores those that it does not know.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kernjax.base.errors import UserError
 from kernjax.judge.verdict import Verdict
-from kernjax.reporting.text import render_text
 
 SCHEMA_VERSION = 1
-VERDICT_FILE = "verdict.json"
-TEXT_FILE = "report.txt"
 
 
-def verdict_line(verdict: Verdict, wall_s: float | None = None) -> dict[str, Any]:
-    """The value of `check`'s JSON line: plain, finite, complete."""
+def verdict_line(
+    verdict: Verdict, wall_s: float | None = None, more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The value of `check`'s JSON line: plain, finite, complete.
+
+    `more`: what a run knows beside the verdict (`command`, `runs`, `notes`, `twin`).
+    """
     parties = verdict.parties
     value: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -34,6 +39,7 @@ def verdict_line(verdict: Verdict, wall_s: float | None = None) -> dict[str, Any
         "missing_ids": verdict.missing_ids,
         "flips": verdict.flips,
         "positions": verdict.positions,
+        "deciding_phase": verdict.deciding_phase,
         "segments": verdict.segments,
         "strata": verdict.strata,
         "gates": verdict.gates,
@@ -50,6 +56,7 @@ def verdict_line(verdict: Verdict, wall_s: float | None = None) -> dict[str, Any
         "band": parties["band"],
         "isolated": None,
         "incumbent": None,
+        "repeat": parties.get("repeat"),
         "wall_s": wall_s,
     }
     if "isolated" in parties:
@@ -60,26 +67,7 @@ def verdict_line(verdict: Verdict, wall_s: float | None = None) -> dict[str, Any
         }
     if "incumbent" in parties:
         value["incumbent"] = {**parties["incumbent"], "rows": verdict.incumbent}
-    return plain(value)
-
-
-def write_files(
-    verdict: Verdict, output_dir: str | os.PathLike[str], wall_s: float | None = None
-) -> list[Path]:
-    """Writes `verdict.json` and `report.txt` into a directory, each whole or not at all."""
-    folder = Path(output_dir)
-    data = json.dumps(verdict_line(verdict, wall_s), indent=1, allow_nan=False) + "\n"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return [
-            write_text(folder / VERDICT_FILE, data),
-            write_text(folder / TEXT_FILE, render_text(verdict)),
-        ]
-    except OSError as error:
-        raise UserError(
-            f"Could not write the verdict to {folder}: {error.strerror or error}.",
-            todo="Check --output_dir, its permissions and the free space.",
-        ) from error
+    return plain({**value, **(more or {})})
 
 
 def write_text(path: Path, text: str) -> Path:

@@ -235,7 +235,7 @@ def _footnotes(verdict: Verdict) -> str:
         ]
     if verdict.detection_floor:
         floors = ", ".join(
-            f"{value:.3g} ({safe(kind)})" for kind, value in verdict.detection_floor.items()
+            f"{number(value)} ({safe(kind)})" for kind, value in verdict.detection_floor.items()
         )
         lines.append(
             paragraph(
@@ -244,13 +244,13 @@ def _footnotes(verdict: Verdict) -> str:
         )
     if len(verdict.perplexity) == 2:
         shown = ", ".join(
-            f"{name} {value:.4f} ± {error:.2g}"
+            f"{safe(name)} {number(value, 6)} ± {number(error, 2)}"
             for name, (value, error) in verdict.perplexity.items()
         )
         lines.append(paragraph(f"Perplexity (decides nothing): {shown}.", ""))
     if verdict.accuracy_bound:
         shown = ", ".join(
-            f"{bound:.3g} over {steps:.0f} steps ({safe(kind)})"
+            f"{number(bound)} over {number(steps)} steps ({safe(kind)})"
             for kind, (steps, bound) in verdict.accuracy_bound.items()
         )
         lines.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from kernjax.recording import Recording
 
@@ -16,3 +17,4 @@ class Runs:
     isolated: tuple[Recording, Recording] | None = None
     twin: tuple[Recording, Recording] | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
+    costs: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # run, tokens, seconds

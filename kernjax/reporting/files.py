@@ -1,0 +1,88 @@
+"""The files of a report, all of them or none: `check --output_dir` and `kernjax.report`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kernjax.base.errors import UserError
+from kernjax.judge.verdict import Verdict
+from kernjax.reporting.comment import render_markdown
+from kernjax.reporting.json import verdict_line
+from kernjax.reporting.junit import render_junit
+from kernjax.reporting.loading import VERDICT_FILE
+from kernjax.reporting.text import render_text
+
+TEXT_FILE = "report.txt"
+MARKDOWN_FILE = "report.md"
+JUNIT_FILE = "junit.xml"
+
+
+def write_files(
+    verdict: Verdict,
+    output_dir: str | os.PathLike[str],
+    wall_s: float | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> list[Path]:
+    """Writes the verdict into a directory: JSON, text, Markdown and JUnit XML.
+
+    `more` goes into the JSON file. UserError when the directory cannot be written; the files that
+    were there are then as before.
+    """
+    line = verdict_line(verdict, wall_s, more)
+    texts = {
+        VERDICT_FILE: json.dumps(line, indent=1, allow_nan=False) + "\n",
+        TEXT_FILE: render_text(verdict),
+        MARKDOWN_FILE: render_markdown(verdict),
+        JUNIT_FILE: render_junit(verdict, wall_s),
+    }
+    return write_together(Path(output_dir), texts)
+
+
+def check_writable(output_dir: str | os.PathLike[str]) -> None:
+    """UserError unless files can be written there: before a long run, not after it."""
+    folder = Path(output_dir)
+    probe = folder / f".probe.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise _cannot(folder, error) from error
+
+
+def write_together(folder: Path, texts: Mapping[str, str]) -> list[Path]:
+    """Writes the files; all lie complete on the disk before the first takes its name."""
+    staged: list[tuple[Path, Path]] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            staged.append((folder / f".{name}.{os.getpid()}", folder / name))
+            with open(staged[-1][0], "w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        for _, path in staged:
+            if path.is_dir():
+                raise IsADirectoryError(21, "Is a directory", str(path))
+        for temporary, path in staged:
+            os.replace(temporary, path)
+    except OSError as error:
+        raise _cannot(folder, error) from error
+    finally:
+        for temporary, _ in staged:
+            try:
+                temporary.unlink(missing_ok=True)
+            except OSError:
+                pass  # the folder is no folder: said above
+    return [path for _, path in staged]
+
+
+def _cannot(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"Could not write the verdict to {folder}: {error.strerror or error}.",
+        todo="Check --output_dir, its permissions and the free space.",
+    )

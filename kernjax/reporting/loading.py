@@ -1,0 +1,158 @@
+"""Verdicts back from their files, checked: reports are redrawn from these."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kernjax.base.errors import UserError
+from kernjax.judge.case import Finding
+from kernjax.judge.gates import Gate, Outcome
+from kernjax.judge.lenses import IncumbentRow, IsolatedDepth, IsolatedLaw
+from kernjax.judge.strata import MarginBin, Stratum
+from kernjax.judge.verdict import Verdict
+from kernjax.reporting.json import SCHEMA_VERSION
+
+VERDICT_FILE = "verdict.json"
+
+
+def load_verdict(path: str | Path) -> tuple[Verdict, dict[str, Any]]:
+    """The verdict of a verdict.json (or of the directory with one), and the whole JSON value.
+
+    UserError: no such file, no JSON, a newer schema, something missing or of another type. What
+    JSON cannot hold (NaN, infinity) comes back as None.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / VERDICT_FILE
+    line = read_json(file, "verdict", SCHEMA_VERSION)
+    if "verdict" not in line and "error" in line:
+        raise UserError(f"{file} holds an error, not a verdict: {line['error']}")
+    try:
+        return verdict_of(line), line
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(
+            f"{file} is no verdict of kernjax.check: {what}.",
+            "The keys are those of the JSON line that check ends with.",
+            "Run check with --output_dir once more.",
+        ) from error
+
+
+def read_json(file: Path, what: str, version: int) -> dict[str, Any]:
+    """The object in a JSON file whose `schema_version` is at most `version`; else UserError."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"There is no {what} at {file}.", todo="`--output_dir` of the command writes one."
+        ) from None
+    except OSError as error:
+        raise UserError(f"Could not read {file}: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is no JSON: {error}.", f"Expected a {what}.") from error
+    found = value.get("schema_version") if isinstance(value, dict) else None
+    if not isinstance(found, int | str) or isinstance(found, bool):
+        raise UserError(
+            f"{file} has no schema_version.", f"Expected a {what} of kernjax, a JSON object."
+        )
+    major = str(found).partition(".")[0]
+    if not major.isdecimal() or int(major) > version:
+        raise UserError(
+            f"{file} has schema version {found!r}.",
+            f"This kernjax reads versions up to {version}.",
+            "Use the kernjax that wrote it, or a newer one.",
+        )
+    return value
+
+
+def verdict_of(line: Mapping[str, Any]) -> Verdict:
+    """The verdict in the value of a JSON line; KeyError, TypeError or ValueError where it fails."""
+    isolated, incumbent = line["isolated"] or {}, line["incumbent"] or {}
+    parties = {name: _mapping(line[name], name) for name in ("reference", "candidate", "band")}
+    for name in ("isolated", "incumbent", "repeat"):
+        if line.get(name):
+            party = _mapping(line[name], name)
+            parties[name] = {k: party.get(k) for k in ("path", "label", "digest")}
+    verdict = _made(
+        Verdict,
+        {
+            **line,
+            "outcome": line["verdict"],
+            "gates": _rows(Gate, line["gates"]),
+            "findings": _rows(Finding, line["findings"]),
+            "strata": _rows(Stratum, line["strata"]),
+            "margin_bins": _rows(MarginBin, line["margin_bins"]),
+            "isolated": _rows(IsolatedDepth, isolated.get("depths", ())),
+            "isolated_laws": _rows(IsolatedLaw, isolated.get("laws", ())),
+            "incumbent": _rows(IncumbentRow, incumbent.get("rows", ())),
+            "differences": tuple(tuple(map(str, row)) for row in line["differences"]),
+            "parties": parties,
+        },
+    )
+    for name in ("perplexity", "accuracy_bound"):
+        for pair in getattr(verdict, name).values():
+            if len(pair) != 2 or not all(v is None or isinstance(v, int | float) for v in pair):
+                raise ValueError(f"{name} is not made of pairs of numbers")
+    if any(len(row) != 3 for row in verdict.differences):
+        raise ValueError("differences is not made of triples")
+    if line.get("exit_code") != verdict.exit_code:
+        raise ValueError(f"exit_code is {line.get('exit_code')!r} beside {verdict.outcome}")
+    return verdict
+
+
+def _rows(cls: type, rows: Any) -> tuple[Any, ...]:
+    return tuple(_made(cls, _mapping(row, cls.__name__)) for row in rows)
+
+
+def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} is {type(value).__name__}, not an object")
+    return value
+
+
+def _made(cls: type, values: Mapping[str, Any]) -> Any:
+    """An instance of the dataclass from the keys that it knows, their plain types checked."""
+    hints = typing.get_type_hints(cls)
+    chosen = {}
+    for field in dataclasses.fields(cls):
+        required = field.default is dataclasses.MISSING
+        required &= field.default_factory is dataclasses.MISSING
+        if field.name not in values:
+            if required:
+                raise KeyError(field.name)
+            continue
+        chosen[field.name] = _checked(values[field.name], hints[field.name], field.name)
+    return cls(**chosen)
+
+
+def _checked(value: Any, hint: Any, name: str) -> Any:
+    if hint is Outcome:
+        return Outcome(value)
+    origin = typing.get_origin(hint)
+    options = typing.get_args(hint) if origin is types.UnionType else (hint,)
+    kinds = tuple(typing.get_origin(option) or option for option in options)
+    if float in kinds:
+        kinds += (int, type(None))  # whole numbers are numbers; null stands for what is not finite
+    if Mapping in kinds or dict in kinds:
+        kinds += (Mapping,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise TypeError(f"{name} is {value!r:.80}")
+    if isinstance(value, Mapping):
+        inner = typing.get_args(next(o for o in options if typing.get_origin(o) is dict))[1]
+        numbers = {int, float} & {inner, *typing.get_args(inner)}
+        if (
+            numbers
+            and typing.get_origin(inner) is not tuple
+            and not all(
+                v is None or (isinstance(v, int | float) and not isinstance(v, bool))
+                for v in value.values()
+            )
+        ):
+            raise TypeError(f"{name} holds something that is not a number")
+    return value
