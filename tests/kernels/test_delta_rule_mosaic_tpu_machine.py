@@ -6,6 +6,7 @@ copies until they are waited for, and finds races between the cores of a chip.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -16,13 +17,13 @@ from delta_rule_cases import FAMILIES, QUICK_OPTIONS, assert_near, case, truth
 from tpu_interpreter import WATCHED, races_found
 
 from pallas_kernels import delta_rule
+from pallas_kernels.arg_specs import DELTA_RULE, DeltaRuleSpec
 from pallas_kernels.delta_rule import (
     DeltaRuleFormats,
     mosaic_tpu,
     mosaic_tpu_chunk,
     mosaic_tpu_math,
 )
-from pallas_kernels.delta_rule.arg_specs import SPECS, Spec
 from pallas_kernels.delta_rule.tiles import Tiles, choose_chunked, choose_recurrent
 from pallas_kernels.formats import BF16, E4M3_448, F16, Format
 
@@ -123,19 +124,24 @@ FORMATS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", SPECS[::2], ids=lambda spec: spec.name)
-def test_lowers_for_tpu(spec):
-    for formats in FORMATS if spec.name != "kimi-k3" else FORMATS[2:]:
-        run = functools.partial(mosaic_tpu.chunked, scale=0.1, formats=formats, lengths=None)
-        assert "tpu_custom_call" in _lowered(run, spec.arguments(1, 200))
-    run = functools.partial(mosaic_tpu.recurrent, scale=0.1, formats=FORMATS[2], lengths=None)
-    for tokens in (1, 8):
-        assert "tpu_custom_call" in _lowered(run, spec.arguments(2, tokens))
+def _arguments(name, tokens):
+    spec = dataclasses.replace(DELTA_RULE[name], batch=1, tokens=tokens)
+    return tuple(spec.arguments().values())
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_tiles_fit_the_shapes(spec):
-    q, _, v, *_ = spec.arguments(1, 4096)
+@pytest.mark.parametrize("name", [name for name in DELTA_RULE if "public" not in name])
+def test_lowers_for_tpu(name):
+    op = DELTA_RULE[name].op
+    every = FORMATS if name == "demo_chunked" else FORMATS[:1] if op == "chunked" else FORMATS[2:]
+    for formats in every:
+        run = functools.partial(getattr(mosaic_tpu, op), scale=0.1, formats=formats, lengths=None)
+        assert "tpu_custom_call" in _lowered(run, _arguments(name, 200 if op == "chunked" else 3))
+
+
+@pytest.mark.parametrize("name", DELTA_RULE)
+def test_tiles_fit_the_shapes(name):
+    spec = DELTA_RULE[name]
+    q, _, v, *_ = _arguments(name, 4096)
     share = spec.value_heads // spec.key_heads
     for chunk in (16, 32, 64, 128):
         tiles = choose_chunked(q, v, chunk)
@@ -145,27 +151,26 @@ def test_tiles_fit_the_shapes(spec):
 
 
 def test_describes_what_would_run():
-    q, k, v, g, beta, _ = SPECS[0].arguments(1, 4096)
-    for op, name in (("chunked", "mosaic_tpu_interpret"), ("chunked", "xla")):
-        found = delta_rule.describe(op, q, k, v, g, beta, implementation=name)
+    q, k, v, g, beta, _ = _arguments("qwen3.8-27b_chunked", 4096)
+    for name in ("mosaic_tpu_interpret", "xla"):
+        found = delta_rule.describe("chunked", q, k, v, g, beta, implementation=name)
         assert found["implementation"] == name
         assert (found["tiles"] is None) == (name == "xla")
-    q, k, v, g, beta, _ = SPECS[0].arguments(1, 1)
-    found = delta_rule.describe(
-        "recurrent", q, k, v, g, beta, implementation="mosaic_tpu_interpret"
-    )
+    q, k, v, g, beta, _ = _arguments("qwen3.8-27b_recurrent", 1)
+    name = "mosaic_tpu_interpret"
+    found = delta_rule.describe("recurrent", q, k, v, g, beta, implementation=name)
     assert found["tiles"]["tokens"] == 1 and 48 % found["tiles"]["heads"] == 0
 
 
 @pytest.mark.parametrize("op", ["chunked", "recurrent"])
 def test_refuses_what_it_cannot_run(op):
-    arguments = [jnp.zeros(x.shape, x.dtype) for x in SPECS[-1].arguments(1, 1)]
+    arguments = [jnp.zeros(x.shape, x.dtype) for x in _arguments("demo_recurrent", 1)]
     run = getattr(delta_rule, op)
     with pytest.raises(NotImplementedError, match="'cpu'.*mosaic_tpu_interpret"):
         run(*arguments, implementation="mosaic_tpu")
-    wide = [jnp.zeros(x.shape, x.dtype) for x in Spec("wide", 1, 1, key_dim=256).arguments(1, 1)]
+    wide = DeltaRuleSpec("recurrent", 1, 1, 1, 1, 256, 64).arguments().values()
     with pytest.raises(NotImplementedError, match="K=256"):
-        run(*wide, implementation="mosaic_tpu_interpret")
+        run(*(jnp.zeros(x.shape, x.dtype) for x in wide), implementation="mosaic_tpu_interpret")
     with jax.enable_x64(True):
         arguments[0] = np.zeros(arguments[0].shape)
         with pytest.raises(NotImplementedError, match="float64"):
