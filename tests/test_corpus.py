@@ -143,7 +143,7 @@ def test_vet_says_what_it_holds_of_a_corpus(run, house, monkeypatch):
     build(run, house)
     done = run("vet", f"--corpus={house}/out")
     assert done.code == 2 and done.out.startswith("RESERVATIONS: pair, 4 segments")
-    assert {remark["name"] for remark in done.data["remarks"]} == {"thin"}
+    assert {remark["name"] for remark in done.data["remarks"]} == {"thin", "depths"}
     corpus = load_corpus(house / "out")
     recording = make_recording(corpus, vocab_size=256)
     opened = []
