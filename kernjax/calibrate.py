@@ -9,7 +9,8 @@ float32, another engine. --normal and --bad name a policy (it is recorded at the
 or a recording made with `kernjax.record --reference`. Four or more normals are needed; each is
 vetted against the reference and against its peers, and an outlier is refused. The corpus is
 vetted as `kernjax.corpus vet` does it: one that can carry no verdict is refused. What the band
-allows must lie below every --bad, or the band is refused with the gap printed.
+allows must lie below every --bad, or the band is refused with the gap printed; --bad also takes a
+planted fault by its id (kernjax/faults/catalogue.py): --bad=state_transposed.
 
 --recordings_dir keeps what was recorded (NAME per policy); a stopped run goes on there.
 
@@ -18,7 +19,9 @@ The table is on standard output, its last line one JSON object. Exit codes: 0 wr
 
 from __future__ import annotations
 
+import functools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ _MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
 _CORPUS = FLAGS.string("corpus", "demo", "demo, local, article, or a manifest.")
 _REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
 _NORMAL = FLAGS.multi_string("normal", "A policy or a recording; four or more.", required=True)
-_BAD = FLAGS.multi_string("bad", "A policy or recording that is known to be wrong.")
+_BAD = FLAGS.multi_string("bad", "A policy, recording or planted fault: known to be wrong.")
 _OUT = FLAGS.string("out", None, "The band's file (JSON).", required=True)
 _OVERWRITE = FLAGS.boolean("overwrite", False, "Replace a band that is there already.")
 FLAGS.heading("What the band is for")
@@ -58,27 +61,12 @@ def main(args: list[str]) -> int:
         reference_path = default_reference(_MODEL.value, _CORPUS.value)
     reference = load_recording(reference_path)
     remarks = _vet(reference)
-    session = None
+    record = _recorder(reference_path)
 
     def recording(name: str, folder: Path) -> Any:
-        nonlocal session
         if Path(name).exists() or name.startswith("gs://"):
             return load_recording(name)
-        from kernjax.base.progress import Meter
-        from kernjax.precision import parse_policy
-        from kernjax.scoring.session import Session
-
-        policy = parse_policy(name)
-        if session is None:
-            session = Session.open(
-                _MODEL.value,
-                _CORPUS.value,
-                reference_path,
-                batch_size=_BATCH_SIZE.value,
-                mesh=_MESH.value,
-                mirror=_MIRROR.value,
-            )
-        return session.record(policy, folder / name, on_progress=Meter(f"record {policy}", "tok"))
+        return record(name, folder)
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(_DIR.value or scratch)
@@ -109,6 +97,38 @@ def main(args: list[str]) -> int:
         }
     )
     return command.EXIT_PASS
+
+
+def _recorder(reference_path: str) -> Callable[[str, Path], Any]:
+    """A function that records a policy, or the production policy with a planted fault, by name."""
+    from kernjax.base.progress import Meter
+    from kernjax.faults import CATALOGUE, find
+    from kernjax.plugins import load_kernels
+    from kernjax.precision import parse_policy
+    from kernjax.scoring.session import Session
+
+    @functools.cache
+    def session() -> Session:
+        return Session.open(
+            _MODEL.value,
+            _CORPUS.value,
+            reference_path,
+            batch_size=_BATCH_SIZE.value,
+            mesh=_MESH.value,
+            mirror=_MIRROR.value,
+        )
+
+    def record(name: str, folder: Path) -> Any:
+        text, kernels = name, {}
+        if name in {fault.id for fault in CATALOGUE}:
+            (fault,) = find([name])
+            text = ",".join(filter(None, (_PRODUCTION.value, fault.settings)))
+            kernels = load_kernels(fault.specs)
+        policy = parse_policy(text)
+        meter = Meter(f"record {name}", "tok")
+        return session().record(policy, folder / name, kernels, on_progress=meter)
+
+    return record
 
 
 def _vet(reference: Any) -> list[Any]:

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 from instrument import last_line, run
 
-from kernjax import calibrate, check
+from kernjax import calibrate, check, load_recording
 from kernjax.base.resources import demo_recording
 
 NORMALS = ("bf16", "chunk32", "chunk128", "block256", "p_f32", "row_sum_rounded")
@@ -152,3 +152,23 @@ def test_too_few_normals_make_no_band(capsys, tmp_path):
     )
     assert code == 3 and not out.exists()
     assert last_line(capsys)["exit_code"] == 3
+
+
+def test_a_planted_fault_is_known_bad(capsys, tmp_path, monkeypatch):
+    """Recorded through the plug-in door; a band that it stays below is refused with the gap."""
+    asked = []
+
+    def record(self, policy, out, kernels=None, **_):
+        asked.append((str(policy), sorted(kernels)))
+        return load_recording(bundled("p_f32"))
+
+    monkeypatch.setattr("kernjax.scoring.session.Session.record", record)
+    out = tmp_path / "band.json"
+    normals = [f"--normal={bundled(name)}" for name in NORMALS if name != "p_f32"]
+    assert run(calibrate, *normals, "--bad", "k_scale_ignored", "--out", str(out)) == 3
+    ((policy, ops),) = asked
+    assert policy == "bf16,kv_cache.k_scale=0.25,kv_cache.v_scale=0.5"
+    assert ops == ["attention.decode", "attention.prefill"]
+    error = capsys.readouterr().err
+    assert "stays below what this band allows" in error and "a gap of" in error
+    assert not out.exists()
