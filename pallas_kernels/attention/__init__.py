@@ -4,7 +4,7 @@
 S of which only the first `kv_length[b]` slots count: the rest may hold anything, NaN included.
 Implementations are listed in the tables PREFILL and DECODE; the equations are in
 `AttentionFormats`. `mosaic_tpu` runs on TPU, `mosaic_tpu_interpret` is the same kernel in the
-Pallas interpreter, anywhere.
+Pallas interpreter, anywhere; `mosaic_gpu` runs on Hopper.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pallas_kernels import implementations, tiling
 from pallas_kernels.attention import mosaic_tpu, reference, xla
 from pallas_kernels.attention.formats import AttentionFormats
 from pallas_kernels.attention.mosaic_tpu import mosaic_tpu_interpret
-from pallas_kernels.attention.tiles import Tiles, choose
+from pallas_kernels.attention.tiles import Tiles, choose, choose_gpu
 
 __all__ = [
     "DECODE",
@@ -51,15 +51,31 @@ def _one_layer(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return of_stack
 
 
+def _mosaic_gpu(q: jax.Array, k: jax.Array, v: jax.Array, **rest: Any) -> jax.Array:
+    """`mosaic_gpu.attention`; NotImplementedError where the process has no Hopper."""
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", "")
+    if device.platform != "gpu" or capability != "9.0":
+        raise NotImplementedError(
+            "mosaic_gpu attention runs on NVIDIA GPUs of compute capability 9.0 (sm_90a); this is"
+            f" {device.platform!r} {device.device_kind!r} {capability}".rstrip()
+            + "."
+        )
+    from pallas_kernels.attention import mosaic_gpu
+
+    return mosaic_gpu.attention(q, k, v, **rest)
+
+
 PREFILL: dict[str, Callable[..., jax.Array]] = {
     "reference": _one_layer(reference.attention),
     "xla": xla.attention,
     "mosaic_tpu": _one_layer(mosaic_tpu.mosaic_tpu),
     "mosaic_tpu_interpret": _one_layer(mosaic_tpu_interpret),
+    "mosaic_gpu": _one_layer(_mosaic_gpu),
 }
 # A decode step is a prefill of few tokens: the tiles differ, not the functions.
 DECODE: dict[str, Callable[..., jax.Array]] = dict(PREFILL)
-_CHOOSERS = {"mosaic_tpu": choose, "mosaic_tpu_interpret": choose}
+_CHOOSERS = {"mosaic_tpu": choose, "mosaic_tpu_interpret": choose, "mosaic_gpu": choose_gpu}
 _STORED = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")
 
 

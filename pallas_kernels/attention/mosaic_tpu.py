@@ -53,7 +53,6 @@ def attention(
     scale: float | jax.Array | None = None,
     k_scale: float | jax.Array = 1.0,
     v_scale: float | jax.Array = 1.0,
-    layer: jax.Array | None = None,
     formats: AttentionFormats = AttentionFormats(),  # noqa: B008 - frozen
     tiles: Tiles | None = None,
     interpret: Any = False,
@@ -69,12 +68,10 @@ def attention(
 
     NotImplementedError for formats or tiles that the kernel has not.
     """
-    if layer is not None:
-        k, v = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     tiles = choose(q, k, formats) if tiles is None else tiles
     _refuse(q, k, v, formats, tiles)
-    operands = prepare(q, k, v, scale, k_scale, v_scale, formats, tiles)
+    operands = prepare(q, k, v, scale, k_scale, v_scale, formats, tiles, tiles.rows)
     accs, sums, maxima = _call(operands, q_offset, kv_length, formats, tiles, interpret, fixed)
     o = accs[0] if tiles.splits == 1 else _merge(accs, sums, maxima, operands.log2_factor)
     return operands.unpack(o)

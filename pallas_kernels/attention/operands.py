@@ -55,8 +55,10 @@ def prepare(
     v_scale: float | jax.Array,
     formats: AttentionFormats,
     tiles: Tiles,
+    rows: int,
 ) -> Operands:
-    """The operands of `attention(q [B, T, N, H], k [B, S, G, H], v [B, S, G, Hv])`.
+    """The operands of `attention(q [B, T, N, H], k [B, S, G, H], v [B, S, G, Hv])`, with heads *
+    block_q filled up to `rows`.
 
     The key-head axis moves before the slots. XLA usually makes that the cache's own layout where
     the cache is created inside the same program; an argument in row-major order is copied.
@@ -69,7 +71,7 @@ def prepare(
     q = q.reshape(batch, blocks, tiles.block_q, units, tiles.heads, width)
     q = q.transpose(0, 3, 1, 4, 2, 5)
     q = q.reshape(batch, units, blocks, tiles.heads * tiles.block_q, width)
-    q = jnp.pad(q, ((0, 0),) * 3 + ((0, tiles.rows - q.shape[3]), (0, 0)))
+    q = jnp.pad(q, ((0, 0),) * 3 + ((0, rows - q.shape[3]), (0, 0)))
 
     k, k_factor = _operand(k, k_scale, formats.k)
     v, v_factor = _operand(v, v_scale, formats.v)

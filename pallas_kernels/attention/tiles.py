@@ -74,6 +74,18 @@ def choose(q: jax.Array, k: jax.Array, formats: AttentionFormats) -> Tiles:
     return Tiles(per_step, block_q, block_k, block_kv)
 
 
+def choose_gpu(q: jax.Array, k: jax.Array, formats: AttentionFormats) -> Tiles:
+    """`choose` for mosaic_gpu: 64 rows of one warpgroup, and as many keys as registers hold."""
+    tokens, heads = q.shape[1:3]
+    share = heads // k.shape[2]
+    block_k = 64 if q.shape[3] > 128 else 128
+    if not formats.is_tile_independent and formats.block_k in (64, 128):
+        block_k = formats.block_k
+    block_q = min(next_power(tokens), 64)
+    per_block = max(d for d in range(1, share + 1) if share % d == 0 and d * block_q <= 64)
+    return Tiles(per_block, block_q, block_k, block_k)
+
+
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 

@@ -42,7 +42,7 @@ def test_rounding(site, name):
 
 
 def test_both_tables_hold_the_same_implementations():
-    kernels = {"mosaic_tpu", "mosaic_tpu_interpret"}  # test_attention_mosaic_tpu.py
+    kernels = {"mosaic_tpu", "mosaic_tpu_interpret", "mosaic_gpu"}  # files of their own
     assert set(PREFILL) == set(DECODE) == {*XLA, *kernels}
 
 
@@ -237,7 +237,7 @@ def test_bad_formats_are_named(field, value, message):
 
 
 def test_unknown_implementation_lists_the_known():
-    with pytest.raises(ValueError, match=r"'mosaic' is not one of \['mosaic_tpu', "):
+    with pytest.raises(ValueError, match=r"'mosaic' is not one of \['mosaic_gpu', "):
         ours("mosaic").prefill(GOOD)
 
 

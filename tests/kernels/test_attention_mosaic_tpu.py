@@ -13,7 +13,7 @@ from attention_cases import ROUNDINGS, assert_true, check_rounding, make, row_er
 from attention_tpu import interpreted, run
 
 from pallas_kernels import attention
-from pallas_kernels.attention import AttentionFormats, Tiles, mosaic_tpu
+from pallas_kernels.attention import AttentionFormats, Tiles
 from pallas_kernels.attention.tiles import choose
 from pallas_kernels.formats import BF16, E4M3, E4M3_256, E4M3_448, F16, F32, Format
 
@@ -133,9 +133,19 @@ def test_fp8_dot_multiplies_what_is_rounded_anyway():
 def test_layer_of_a_stack():
     case = make(56, T=3, S=70)
     k, v = (np.stack([np.full_like(x, np.nan), x]) for x in (case.k, case.v))
-    o = mosaic_tpu.mosaic_tpu_interpret(
-        case.q, k, v, q_offset=case.q_offset, kv_length=case.kv_length, scale=None,
-        layer=jnp.int32(1), formats=case.formats,
+    o = attention.prefill(
+        case.q, k, v, q_offset=case.q_offset, kv_length=case.kv_length, layer=jnp.int32(1),
+        implementation="mosaic_tpu_interpret",
+    )  # fmt: skip
+    assert_true(np.asarray(o), case)
+
+
+def test_callable_as_a_plug_in():
+    """What `--kernel attention.prefill=pallas_kernels.attention:mosaic_tpu_interpret` calls."""
+    case = make(59, T=3, S=20)
+    o = attention.mosaic_tpu_interpret(
+        case.q, case.k, case.v, q_offset=case.q_offset, kv_length=case.kv_length, scale=None,
+        k_scale=1.0, v_scale=1.0, formats=AttentionFormats(),
     )  # fmt: skip
     assert_true(np.asarray(o), case)
 
