@@ -76,6 +76,7 @@ def main(args: list[str]) -> int:
     from kernjax.recording import load_recording
     from kernjax.reporting import check_writable, render_text, verdict_line, write_files
     from kernjax.reporting.annotations import annotations, wanted
+    from kernjax.reporting.figures import figures
     from kernjax.scoring.runs import Runs
 
     _check_flags()
@@ -87,7 +88,7 @@ def main(args: list[str]) -> int:
 
         reference_path = reference_path or default_reference(_MODEL.value, _CORPUS.value)
         band_path = band_path or default_band(_MODEL.value, _CORPUS.value)
-    Band.load(band_path)  # a band that cannot be read is found out before anything runs
+    band = Band.load(band_path)  # one that cannot be read is found out before anything runs
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(_OUTPUT_DIR.value or scratch)
         reference = load_recording(reference_path)
@@ -97,8 +98,9 @@ def main(args: list[str]) -> int:
         else:
             runs = _run_candidate(reference_path, folder)
         incumbent = load_recording(_INCUMBENT.value) if _INCUMBENT.value else None
+        comparison = compare(reference, runs.candidate)
         verdict = judge(
-            compare(reference, runs.candidate),
+            comparison,
             band_path,
             isolated=compare(*runs.isolated) if runs.isolated else None,
             incumbent=compare(reference, incumbent) if incumbent else None,
@@ -111,7 +113,8 @@ def main(args: list[str]) -> int:
     if twin is not None:
         more["twin"] = twin
     if _OUTPUT_DIR.value:
-        write_files(verdict, _OUTPUT_DIR.value, wall_s, more)
+        drawn = figures(comparison, band, reference, runs.candidate, _text_of(reference))
+        write_files(verdict, _OUTPUT_DIR.value, wall_s, more, drawn)
     print(render_text(verdict))
     for note in runs.notes:
         print(note)
@@ -133,6 +136,20 @@ def main(args: list[str]) -> int:
 def _as_typed() -> str:
     """The command that does this once more, from the same directory."""
     return shlex.join(["python", "-m", FLAGS.command_name, *FLAGS.given()])
+
+
+def _text_of(reference: Any) -> Any:
+    """Token id to text by the model's tokenizer, or None: there is none here, or another one."""
+    from kernjax.base.resources import model_directory
+    from kernjax.texts.tokenizing import load_tokenizer
+
+    directory = model_directory(_MODEL.value)
+    if not (directory / "tokenizer.json").is_file():
+        return None
+    tokenizer = load_tokenizer(directory)
+    if tokenizer.sha256 != reference.manifest.get("tokenizer_sha256"):
+        return None
+    return lambda token: tokenizer.decode([token])
 
 
 def _check_flags() -> None:

@@ -115,7 +115,7 @@ def _gates(gates: Sequence[Gate]) -> str:
         show = number if gate.quantity in ("count", "mass") else ratio
         rows.append(
             [
-                prose(gate.name, 40),
+                code(gate.name, 40),
                 prose(gate.stratum, 60),
                 interval(gate.observed, gate.low, gate.high, show),
                 number(gate.allowed, 4),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +12,18 @@ from typing import Any
 from kernjax.base.errors import UserError
 from kernjax.judge.verdict import Verdict
 from kernjax.reporting.comment import render_markdown
-from kernjax.reporting.json import verdict_line
+from kernjax.reporting.json import plain, verdict_line
 from kernjax.reporting.junit import render_junit
-from kernjax.reporting.loading import VERDICT_FILE
+from kernjax.reporting.loading import FIGURES_FILE, VERDICT_FILE
+from kernjax.reporting.page import Extras, has_jinja, render_page
 from kernjax.reporting.text import render_text
+
+log = logging.getLogger("kernjax")
 
 TEXT_FILE = "report.txt"
 MARKDOWN_FILE = "report.md"
 JUNIT_FILE = "junit.xml"
+PAGE_FILE = "report.html"
 
 
 def write_files(
@@ -26,20 +31,34 @@ def write_files(
     output_dir: str | os.PathLike[str],
     wall_s: float | None = None,
     more: Mapping[str, Any] | None = None,
+    figures: Mapping[str, Any] | None = None,
+    **causes: Mapping[str, Any] | None,
 ) -> list[Path]:
-    """Writes the verdict into a directory: JSON, text, Markdown and JUnit XML.
+    """Writes the verdict into a directory: JSON, text, Markdown, JUnit XML and the HTML page.
 
-    `more` goes into the JSON file. UserError when the directory cannot be written; the files that
-    were there are then as before.
+    `more` goes into the JSON file; `figures` into one of their own and onto the page, where
+    `locate` and `sweep`, the lines of these commands, are drawn too. Without jinja2 there is no
+    page, and the log says what to install. UserError when the directory cannot be written; the
+    files that were there are then as before.
     """
     line = verdict_line(verdict, wall_s, more)
     texts = {
-        VERDICT_FILE: json.dumps(line, indent=1, allow_nan=False) + "\n",
+        VERDICT_FILE: _json(line),
         TEXT_FILE: render_text(verdict),
         MARKDOWN_FILE: render_markdown(verdict),
         JUNIT_FILE: render_junit(verdict, wall_s),
     }
+    if figures:
+        texts[FIGURES_FILE] = json.dumps(plain(figures), allow_nan=False) + "\n"
+    if has_jinja():
+        texts[PAGE_FILE] = render_page(verdict, Extras(figures, line, **causes))
+    else:
+        log.info(f"{PAGE_FILE} is not written: it needs jinja2, pip install 'kernjax[report]'")
     return write_together(Path(output_dir), texts)
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=1, allow_nan=False) + "\n"
 
 
 def check_writable(output_dir: str | os.PathLike[str]) -> None:

@@ -19,6 +19,7 @@ from kernjax.judge.verdict import Verdict
 from kernjax.reporting.json import SCHEMA_VERSION
 
 VERDICT_FILE = "verdict.json"
+FIGURES_FILE = "figures.json"
 
 
 def load_verdict(path: str | Path) -> tuple[Verdict, dict[str, Any]]:
