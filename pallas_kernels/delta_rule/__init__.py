@@ -46,12 +46,16 @@ CHUNKED: dict[str, Callable[..., _Results]] = {
     "xla": xla.chunked,
     "mosaic_tpu": mosaic.tpu("chunked"),
     "mosaic_tpu_interpret": mosaic.tpu_interpret("chunked"),
+    "mosaic_gpu": mosaic.gpu("chunked"),
+    "mosaic_gpu_interpret": mosaic.gpu_interpret("chunked"),
 }
 RECURRENT: dict[str, Callable[..., _Results]] = {
     "reference": reference.recurrent,
     "xla": xla.recurrent,
     "mosaic_tpu": mosaic.tpu("recurrent"),
     "mosaic_tpu_interpret": mosaic.tpu_interpret("recurrent"),
+    "mosaic_gpu": mosaic.gpu("recurrent"),
+    "mosaic_gpu_interpret": mosaic.gpu_interpret("recurrent"),
 }
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 

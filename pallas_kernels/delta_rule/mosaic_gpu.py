@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.delta_rule.formats import DeltaRuleFormats
@@ -133,7 +132,9 @@ def _kernel(
     per_channel = len(decay.shape) == 4
     plgpu.copy_gmem_to_smem(entering.at[b, h], state, arrived)
     plgpu.barrier_wait(arrived)
-    zero = jnp.zeros((value_dim,), jnp.float32)
+    # One number a thread; a plain zero would be laid out as no loaded row is.
+    rows = plgpu.Layout.WG_STRIDED((value_dim,), vec_size=1)
+    zero = plgpu.layout_cast(jnp.zeros((value_dim,), jnp.float32), rows)
     real = jnp.minimum(lengths[b], jnp.int32(length))
 
     def over_keys(function: Any, carry: Any) -> Any:
