@@ -160,7 +160,7 @@ def _attribute(substitution: Any, band: Any) -> Any:
         _limits(substitution, base, kl, band),
     )
     layers, sites, cells, parts = substitution.layers, [], [], []
-    inside = total
+    inside = 0.0 if substitution.outside and not layers else total
     if total > 0 and layers:
         if substitution.outside:
             inside = effect(layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+import types
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tiny import make_corpus, write_checkpoint
 
 from kernjax import locate, record
 from kernjax.judge import attribution
+from kernjax.scoring.substitution import Rows
 from kernjax.texts import write_corpus
 
 
@@ -97,6 +99,35 @@ def test_the_sentence(shares, outside, inside, located, words):
 def test_no_change_is_no_place():
     found = attribution.conclude(0.0, [], [], [], (), 0.0, None, 2)
     assert not found.located and "no recorded bit" in found.sentence
+
+
+class OnlyOutside:
+    """A candidate that changes nothing but the logits, by a tenth of a nat at one id of one row."""
+
+    layers = sites = ()
+    outside = ["logits=bf16"]
+    segments = [types.SimpleNamespace(id="a", kind="prose", context_len=4)]
+
+    def _rows(self, change: float) -> Rows:
+        cells = np.log(np.full((3, 21), 1 / 21, np.float32))
+        cells[2, 0] += change
+        return Rows(np.zeros(3, int), np.array([3, 4, 5]), np.array([0, 1, 1]), cells)
+
+    def chosen(self, layers, variant=1):
+        return np.zeros(2, np.int32)
+
+    def run(self, which):
+        return self._rows(0.0)
+
+    def run_whole(self):
+        return self._rows(0.1)
+
+
+def test_what_lies_outside_the_layers_is_a_part_of_its_own():
+    found = locate._attribute(OnlyOutside(), None)
+    assert found.located and found.outside_share == 1.0 and found.total > 0
+    assert "outside the layers (logits=bf16) carries 100 %" in found.sentence
+    assert (found.first.segment, found.first.pos) == ("a", 5)
 
 
 @pytest.fixture(scope="module")
