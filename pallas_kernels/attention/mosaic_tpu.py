@@ -71,6 +71,11 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     tiles = choose(q, k, formats) if tiles is None else tiles
     _refuse(q, k, v, formats, tiles)
+    if interpret is False and tiles.block_k % _LANES:
+        raise NotImplementedError(
+            f"mosaic_tpu attention: block_k={tiles.block_k} (formats.block_k={formats.block_k});"
+            f" compiled for TPU it is a multiple of {_LANES}, the lanes of a register."
+        )
     operands = prepare(q, k, v, scale, k_scale, v_scale, formats, tiles, tiles.rows)
     accs, sums, maxima = _call(operands, q_offset, kv_length, formats, tiles, interpret, fixed)
     o = accs[0] if tiles.splits == 1 else _merge(accs, sums, maxima, operands.log2_factor)
