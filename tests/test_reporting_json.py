@@ -18,7 +18,7 @@ KEYS = (
     "schema_version verdict exit_code kl flips positions strata gates reference candidate band"
     " wall_s"
 ).split()
-FILES = ["junit.xml", "report.md", "report.txt", "verdict.json"]
+FILES = ["junit.xml", "report.html", "report.md", "report.txt", "verdict.json"]
 
 
 @pytest.fixture(scope="module")

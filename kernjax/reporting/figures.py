@@ -16,18 +16,19 @@ from kernjax.judge.band import Band
 from kernjax.judge.comparison import DECODE, PHASES, Comparison
 from kernjax.judge.metrics import KL_FLOOR, MARGIN_LABELS, flip_probability, margin_bin
 from kernjax.reporting.layout import shorten
+from kernjax.reporting.loading import FIGURES_VERSION
 
 if TYPE_CHECKING:
     from kernjax.recording import Recording
 
-SCHEMA_VERSION = 1
 TextOf = Callable[[int], str]
 
 _SHARES = (*np.linspace(0.0, 0.98, 50), 0.99, 0.995, 0.998, 0.999, 0.9995, 1.0)
 _CURVE = 40
 _STEP_BUCKETS = 14
 _POINTS = 1400
-_RANKED = 400  # of the points: those of the largest KL, and as many flips
+_RANKED = 60  # of the points: those of the largest KL, whatever the stride
+_FLIPS = 400
 _WORST = 10
 _BEFORE, _AFTER = 28, 8
 _TOP = 5
@@ -50,7 +51,7 @@ def figures(
     kinds = np.array([s.kind for s in comparison.segments])[comparison.segment]
     names = sorted(set(kinds.tolist()))
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": FIGURES_VERSION,
         "phase": PHASES[band.level],
         "kinds": names,
         "cdf": [_cdf(comparison, band, kind, rows & (kinds == kind)) for kind in names],
@@ -142,9 +143,9 @@ def _scatter(
     index = np.nonzero(rows)[0]
     order = index[np.argsort(-comparison.kl[index], kind="stable")]
     flipped = comparison.flipped | comparison.tie_flipped
-    chosen = [order[flipped[order]][:_RANKED], order[:_RANKED]]
+    chosen = [order[flipped[order]][:_FLIPS], order[:_RANKED]]
     rest = order[_RANKED:]
-    stride = max(1, -(-rest.size // (_POINTS - _RANKED)))
+    stride = max(1, -(-rest.size // (_POINTS - _RANKED - _FLIPS)))
     picked = np.unique(np.concatenate([*chosen, rest[::stride]]))
     points = [
         [_short(comparison.margin[i]), _short(comparison.kl[i]), names.index(kinds[i])]

@@ -32,6 +32,8 @@ def write_files(
     wall_s: float | None = None,
     more: Mapping[str, Any] | None = None,
     figures: Mapping[str, Any] | None = None,
+    *,
+    page: bool = True,
     **causes: Mapping[str, Any] | None,
 ) -> list[Path]:
     """Writes the verdict into a directory: JSON, text, Markdown, JUnit XML and the HTML page.
@@ -50,9 +52,9 @@ def write_files(
     }
     if figures:
         texts[FIGURES_FILE] = json.dumps(plain(figures), allow_nan=False) + "\n"
-    if has_jinja():
+    if page and has_jinja():
         texts[PAGE_FILE] = render_page(verdict, Extras(figures, line, **causes))
-    else:
+    elif page:
         log.info(f"{PAGE_FILE} is not written: it needs jinja2, pip install 'kernjax[report]'")
     return write_together(Path(output_dir), texts)
 

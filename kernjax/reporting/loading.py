@@ -20,6 +20,7 @@ from kernjax.reporting.json import SCHEMA_VERSION
 
 VERDICT_FILE = "verdict.json"
 FIGURES_FILE = "figures.json"
+FIGURES_VERSION = 1
 
 
 def load_verdict(path: str | Path) -> tuple[Verdict, dict[str, Any]]:
@@ -43,6 +44,26 @@ def load_verdict(path: str | Path) -> tuple[Verdict, dict[str, Any]]:
             "The keys are those of the JSON line that check ends with.",
             "Run check with --output_dir once more.",
         ) from error
+
+
+def load_figures(path: str | Path) -> dict[str, Any] | None:
+    """What lies in figures.json beside the verdict; None where there is none."""
+    file = Path(path)
+    file = (file if file.is_dir() else file.parent) / FIGURES_FILE
+    if not file.exists():
+        return None
+    value = read_json(file, "figures file", FIGURES_VERSION)
+    _check_shape(value, _FIGURES, str(file))
+    return value
+
+
+def load_cause(path: str | Path, name: str) -> dict[str, Any]:
+    """The JSON value of `locate` or `sweep`, from its file or its directory."""
+    file = Path(path)
+    file = file / f"{name}.json" if file.is_dir() else file
+    value = read_json(file, f"result of kernjax.{name}", 1)
+    _check_shape(value, _CAUSES[name], str(file))
+    return value
 
 
 def read_json(file: Path, what: str, version: int) -> dict[str, Any]:
@@ -70,6 +91,78 @@ def read_json(file: Path, what: str, version: int) -> dict[str, Any]:
             "Use the kernjax that wrote it, or a newer one.",
         )
     return value
+
+
+# What the page reads of a file, as an example of each thing: a number, a text, one item of a list.
+# A tuple holds alternatives; None alone stands for anything.
+_NUMBER = (0.0, None)
+_PAIR = [_NUMBER]
+_TOKEN = [(0.0, "", None)]
+_FIGURES = {
+    "kinds": [""],
+    "cdf": [{"kind": "", "zeros": 0.0, "candidate": [_PAIR], "normal": [_PAIR]}],
+    "normal_strata": [{"kind": "", "context_len": 0.0, "mean": 0.0}],
+    "steps": [
+        {
+            "kind": "",
+            "candidate": [{"first": 0.0, "last": 0.0, "mean": 0.0}],
+            "normal": [{"first": 0.0, "last": 0.0, "mean": 0.0}],
+        }
+    ],
+    "scatter": {"points": [[0.0]], "of": 0.0, "flips": 0.0},
+    "margins": {"sigma": _NUMBER, "expected": [0.0]},
+    "worst": [
+        {
+            "segment": "",
+            "kind": "",
+            "context_len": 0.0,
+            "pos": 0.0,
+            "kl": _NUMBER,
+            "margin": _NUMBER,
+            "reference": [_TOKEN],
+            "candidate": [_TOKEN],
+            "strip": [_TOKEN],
+        }
+    ],
+}
+_CAUSES = {
+    "locate": {"sentence": "", "layers": [{"layers": [0], "share": _NUMBER}]},
+    "sweep": {
+        "sentence": "",
+        "knee": ("", None),
+        "points": [
+            {
+                "format": "",
+                "ratios": [
+                    {"kind": "", "mean": "", "ratio": _NUMBER, "low": _NUMBER, "high": _NUMBER}
+                ],
+            }
+        ],
+    },
+}
+
+
+def _check_shape(value: Any, example: Any, where: str) -> None:
+    """UserError unless the value has the example's keys and types, all the way down."""
+    options = example if isinstance(example, tuple) else (example,)
+    for option in options:
+        if isinstance(option, dict) and isinstance(value, dict):
+            if missing := sorted(option.keys() - value.keys()):
+                raise UserError(f"{where} lacks {', '.join(missing)}.", "Make it once more.")
+            for key, part in option.items():
+                _check_shape(value[key], part, f"{where}, {key}")
+            return
+        if isinstance(option, list) and isinstance(value, list):
+            for item in value:
+                _check_shape(item, option[0], where)
+            return
+        if isinstance(option, float) and isinstance(value, int | float):
+            return
+        if isinstance(option, int) and isinstance(value, int):
+            return
+        if option is None and value is None or isinstance(option, str) and isinstance(value, str):
+            return
+    raise UserError(f"{where} holds {value!r:.60}.", "Another type was expected.")
 
 
 def verdict_of(line: Mapping[str, Any]) -> Verdict:

@@ -106,6 +106,10 @@ def _values(verdict: Verdict, extras: Extras) -> dict[str, Any]:
             + [interval(r.ratio, r.low, r.high)]
             for r in verdict.incumbent
         ],
+        "twin": [
+            [show(r["kind"], 40), str(r["context_len"]), nats(r["kl_median"]), nats(r["kl_mean"])]
+            for r in extras.line.get("twin") or ()
+        ],
         "worst": [_position(row) for row in (figures or {}).get("worst", ())],
         "cost": _cost(extras.line),
         "notes": [str(note) for note in extras.line.get("notes") or ()],

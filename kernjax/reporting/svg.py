@@ -15,7 +15,7 @@ from html import escape
 from kernjax.reporting.layout import safe
 
 WIDTH, HEIGHT = 440, 270
-_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 12, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 14, 12, 44
 
 Point = tuple[float, float]
 
@@ -143,7 +143,7 @@ class Chart:
         parts.append(_text((_LEFT + right) / 2, HEIGHT - 8, self._labels[0], "middle"))
         middle = (_TOP + bottom) / 2
         parts.append(
-            f'<text transform="translate(12 {middle:.0f}) rotate(-90)" text-anchor="middle">'
+            f'<text transform="translate(11 {middle:.0f}) rotate(-90)" text-anchor="middle">'
             f"{escape(safe(self._labels[1]))}</text>"
         )
         return "".join([*parts, "</svg>"])
