@@ -26,6 +26,7 @@ ALLOWED = {
     "scoring": {
         "base", "model", "weights", "precision", "plugins", "recording", "texts", "pallas_kernels",
     },
+    "planning": {"base", "model", "weights", "precision", "scoring", "pallas_kernels"},
     "engines": {"base", "model", "scoring", "precision", "texts", "weights"},
     "faults": {
         "base", "model", "precision", "plugins", "scoring", "recording", "judge", "pallas_kernels",

@@ -6,6 +6,7 @@ from kernjax.weights.load import load_params as load_params
 from kernjax.weights.match import text_tensors as text_tensors
 from kernjax.weights.safetensors_files import open_checkpoint as open_checkpoint
 from kernjax.weights.save import save_hf as save_hf
+from kernjax.weights.sharding import cache_shardings as cache_shardings
 from kernjax.weights.sharding import format_mesh as format_mesh
 from kernjax.weights.sharding import param_shardings as param_shardings
 from kernjax.weights.sharding import parse_mesh as parse_mesh

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernjax.base.errors import UserError
+from kernjax.model.cache import Cache
 from kernjax.model.config import ModelConfig
 from kernjax.model.params import abstract_params, leaves, tree_of
 
@@ -79,6 +80,26 @@ def param_shardings(
     return tree_of(
         (path, NamedSharding(mesh, partition_spec(spec.axes, spec.units, mesh, rules)))
         for path, spec in leaves(abstract_params(config))
+    )
+
+
+def cache_shardings(config: ModelConfig, cache: Cache, mesh: Mesh) -> Cache:
+    """The tree of `cache` (arrays or shapes) with a `NamedSharding` at each leaf."""
+
+    def placed(leaf: Any, axes: Sequence[str | None], units: Mapping[int, int]) -> NamedSharding:
+        counts = [units.get(axis, size) for axis, size in enumerate(leaf.shape)]
+        return NamedSharding(mesh, partition_spec(axes, counts, mesh))
+
+    key_value = ("layers", "batch", "sequence", "kv_heads", None)
+    return Cache(
+        keys=placed(cache.keys, key_value, {}),
+        values=placed(cache.values, key_value, {}),
+        # q, k and v lie one after another, as in the parameters.
+        conv=placed(
+            cache.conv, ("layers", "batch", None, "linear_qkv"), {3: config.linear_key_heads}
+        ),
+        state=placed(cache.state, ("layers", "batch", "linear_heads", None, None), {}),
+        length=NamedSharding(mesh, PartitionSpec()),
     )
 
 

@@ -1,0 +1,1 @@
+"""Whether a model fits a slice of TPUs, by the real compiler and without a TPU."""

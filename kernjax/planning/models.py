@@ -1,0 +1,38 @@
+"""Models by their configs alone: nothing here needs weights."""
+
+from __future__ import annotations
+
+import json
+from math import gcd
+
+from kernjax.base.errors import UserError
+from kernjax.base.resources import data_dir, model_directory
+from kernjax.model.config import ModelConfig
+
+
+def model_names() -> list[str]:
+    """Configs that come with kernjax: HF config.json files of published models."""
+    return sorted(path.stem for path in data_dir("configs").glob("models/*.json"))
+
+
+def read_model(name: str) -> ModelConfig:
+    """The config of a bundled name, or of a directory that has a config.json (`demo` too)."""
+    if name in model_names():
+        path = data_dir("configs") / "models" / f"{name}.json"
+        return ModelConfig.from_dict(json.loads(path.read_bytes()), artefact=str(path))
+    directory = model_directory(name)
+    if not directory.exists():
+        raise UserError(
+            f"--model={name} is neither a directory nor a name.",
+            f"Names: {', '.join(['demo', *model_names()])}.",
+        )
+    return ModelConfig.from_directory(directory)
+
+
+def default_mesh(config: ModelConfig, devices: int) -> str:
+    """The mesh for so many devices in which no key/value head is held twice.
+
+    As much tensor parallelism as the heads allow, the rest of the devices split the width.
+    """
+    tensor = gcd(devices, config.num_kv_heads, config.linear_key_heads)
+    return f"fsdp={devices // tensor},tensor={tensor}"
