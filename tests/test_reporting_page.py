@@ -130,6 +130,8 @@ def test_the_page_says_it_all(make, drawn):
                  "Against production without the change"):  # fmt: skip
         assert head in heads, head
     assert "--policy=fp8\n--kernel=a=b:c" in heads
+    locate = "python -m kernjax.locate --policy=fp8 --kernel=a=b:c"
+    assert (locate in words) == (make is not green)
     assert "500 tokens/s" in words and "greedy texts part" in words
     assert sum(tag == "svg" for tag, _ in page.tags) == 8
     assert words.count("the knee is m7") == 1

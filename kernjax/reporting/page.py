@@ -23,6 +23,9 @@ _TEMPLATE = "page.html"
 _TEXT = 3000
 _NAME = 120
 _ROWS = 400
+_LOCATE_FLAGS = (
+    "--policy --kernel --model --corpus --reference --band --production_policy --mesh --mirror"
+).split()
 _HEAT = 6  # shades of the token strip, each a factor of ten in KL
 _HEAT_FROM = 1e-6
 
@@ -90,6 +93,7 @@ def _values(verdict: Verdict, extras: Extras) -> dict[str, Any]:
         "verdict": verdict,
         "outcome": str(verdict.outcome),
         "next": next((f for f in verdict.findings if f.command or f.todo), None),
+        "locate": "" if verdict.outcome is Outcome.PASS else _locate_command(command),
         "sure": _sure(verdict),
         "parties": _parties(verdict),
         "scope": _scope(verdict),
@@ -125,6 +129,14 @@ def _words(command: str) -> list[str]:
         return [word for word in shlex.split(command) if word.startswith("--")]
     except ValueError:
         return []
+
+
+def _locate_command(command: str) -> str:
+    """Where the change comes from: `kernjax.locate` of the same candidate; empty for recordings."""
+    words = [word for word in _words(command) if word.partition("=")[0] in _LOCATE_FLAGS]
+    if not any(word.startswith(("--policy=", "--kernel=")) for word in words):
+        return ""
+    return shlex.join(["python", "-m", "kernjax.locate", *words])
 
 
 def _sure(verdict: Verdict) -> list[dict[str, str]]:
@@ -173,13 +185,13 @@ def _strata(verdict: Verdict) -> list[list[str]]:
             str(s.context_len),
             s.phase,
             str(s.positions),
+            interval(s.ratio, s.ratio_low, s.ratio_high),
+            str(s.flips),
+            number(s.normal_flips),
             nats(s.kl_median),
             nats(s.kl_mean),
             nats(s.kl_p99),
             nats(s.kl_max),
-            interval(s.ratio, s.ratio_low, s.ratio_high),
-            str(s.flips),
-            number(s.normal_flips),
         ]
         for s in verdict.strata
     ]
