@@ -18,9 +18,10 @@ from tiny_checkpoints import TINY, published_config, write_shards
 from kernjax.base.errors import UserError
 from kernjax.model.config import ModelConfig
 from kernjax.model.params import abstract_params, leaves, random_params
-from kernjax.weights import load, load_params, save_hf, weights_sha256
+from kernjax.weights import load, load_params, save_hf, sources, weights_sha256
 from kernjax.weights.layouts import AsIs, Depthwise, HeadPart, Transposed
 from kernjax.weights.names import expected_shapes, is_skipped, resolve
+from kernjax.weights.safetensors_files import TensorEntry
 
 FLOAT32_ALWAYS = {
     "final_norm", "linear/input_norm", "linear/post_norm", "linear/A_log", "linear/dt_bias",
@@ -182,6 +183,33 @@ def test_large_stacks_fill_in_place_to_the_same_bits(saved, monkeypatch) -> None
     assert_same_bits(load_params(directory, config), params)
 
 
+def test_large_tensors_are_mapped_some_rows_at_a_time(saved, monkeypatch) -> None:
+    directory, config, params = saved
+    monkeypatch.setattr(sources, "_MAPPED_BYTES", 500)
+    mapped = []
+    rows = TensorEntry.rows
+
+    def watched(self, start, stop):
+        part = rows(self, start, stop)
+        mapped.append(part.nbytes)
+        return part
+
+    monkeypatch.setattr(TensorEntry, "rows", watched)
+    assert_same_bits(load_params(directory, config), params)
+    assert mapped and max(mapped) <= 500
+
+
+def test_bfloat16_becomes_float32_exactly() -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(256, 256)
+    for values in (every, every.T, every[3:9, 5:8]):
+        wide = sources._converted(values, np.dtype(np.float32))
+        assert wide.flags.f_contiguous == values.flags.f_contiguous
+        assert np.array_equal(wide.view(np.uint32), values.view(np.uint16).astype(np.uint32) << 16)
+    wide = sources._converted(every, np.dtype(np.float32))
+    numbers = ~np.isnan(wide)
+    assert np.array_equal(wide[numbers], every[numbers].astype(np.float32))
+
+
 def test_loaded_arrays_do_not_alias_the_file(saved) -> None:
     directory, config, params = saved
     loaded = load_params(directory, config)
@@ -297,6 +325,36 @@ def test_progress_counts_every_byte_on_standard_error(saved, capsys) -> None:
     load_params(directory, config, progress=True)
     captured = capsys.readouterr()
     assert captured.out == "" and "loading: 100%" in captured.err
+
+
+def test_progress_counts_what_is_read(saved, monkeypatch) -> None:
+    """Every byte of the text tensors once, in steps of a tensor's slice."""
+    directory, config, _ = saved
+    steps, totals = [], []
+
+    class Bar:
+        n = 0.0
+
+        def __init__(self, total, **_):
+            self.total = total
+            totals.append(total)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def update(self, done):
+            self.n += done
+            steps.append(done)
+
+    monkeypatch.setattr(load, "tqdm", Bar)
+    load_params(directory, config)
+    tensors = load_file(directory / "model.safetensors").values()
+    assert totals == [sum(tensor.nbytes for tensor in tensors)]
+    assert sum(steps) == pytest.approx(totals[0]) and min(steps) >= -1
+    assert max(steps) == 40 * 20 * 4  # the embedding, whole
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """An HF directory as the decoder's parameters: jax arrays, on one device or sharded over a mesh.
 
-Each process reads only the bytes its devices hold. Small parameters are stacked on the host; a
-large stack is allocated on the devices and filled layer by layer in place, so that the host never
-holds more than one layer's tensor per device. `np.memmap` reads: a slice touches only its pages.
+Each process reads only the bytes its devices hold, one device's slice after another. Small
+parameters are stacked on the host; a large stack is allocated on the devices and filled layer by
+layer in place. The host holds the slice it reads, and the one before while that is on its way to a
+device: never more. Files are mapped: a slice touches only its pages.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def load_params(
     float32. Quantised weights are dequantised as they are read. Norms, A_log and dt_bias are
     float32 always.
     With a `mesh` the arrays are global and sharded by `sharding.RULES`; without, they lie on the
-    default device. `progress` draws a bar on standard error.
+    default device. `progress` draws a bar on standard error, of the bytes that this process reads.
 
     UserError, before any data is read, where the directory and `config` do not match.
     """
@@ -61,15 +62,24 @@ def load_params(
         for leaf in leaves
     }
     tensors = text_tensors(directory, config)
-    total = sum(_source_bytes(tensors, leaf, part) for leaf in leaves for part in leaf.parts)
-    with tqdm(total=total, desc="loading", unit="B", unit_scale=True, disable=not progress) as bar:
+    placements = {leaf.path: _Placement(mesh, specs[leaf.path]) for leaf in leaves}
+    total = sum(
+        _file_bytes(tensors[part.name], leaf.part_shape) * placements[leaf.path].share(leaf)
+        for leaf in leaves
+        for part in leaf.parts
+    )
+    with tqdm(
+        total=round(total), desc="loading", unit="B", unit_scale=True, disable=not progress
+    ) as bar:
 
         def load(leaf: Leaf) -> jax.Array:
             own = [tensors[part.name].value_dtype for part in leaf.parts]
             target = leaf.spec.dtype(_widest(own) if wanted is None else wanted)
-            return _load_leaf(leaf, tensors, target, _Placement(mesh, specs[leaf.path]), bar)
+            return _load_leaf(leaf, tensors, target, placements[leaf.path], bar.update)
 
-        return tree_of((leaf.path, load(leaf)) for leaf in leaves)
+        tree = tree_of((leaf.path, load(leaf)) for leaf in leaves)
+        bar.update(bar.total - bar.n)  # what rounding left over
+        return tree
 
 
 def _widest(dtypes: list[np.dtype]) -> np.dtype:
@@ -77,10 +87,13 @@ def _widest(dtypes: list[np.dtype]) -> np.dtype:
     return dtypes[0] if len(set(dtypes)) == 1 else np.dtype(np.float32)
 
 
-def _source_bytes(tensors: Mapping[str, Source], leaf: Leaf, part: Part) -> int:
-    """Bytes of the file that become this part of this leaf (q_proj serves two leaves)."""
-    source = tensors[part.name]
-    return source.nbytes * math.prod(leaf.part_shape) // math.prod(source.shape)
+def _file_bytes(source: Source, shape: tuple[int, ...]) -> float:
+    """Bytes of the file that become an array of `shape` (q_proj serves two leaves)."""
+    return source.nbytes * math.prod(shape) / math.prod(source.shape)
+
+
+def _shape_of(index: Index) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in index)
 
 
 class _Placement:
@@ -97,24 +110,35 @@ class _Placement:
     def sharding(self) -> NamedSharding | None:
         return None if self.mesh is None else NamedSharding(self.mesh, self.spec)
 
-    def put(
-        self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Index], np.ndarray]
-    ) -> jax.Array:
+    def slices(self, shape: tuple[int, ...]) -> list[tuple[Index, list[jax.Device | None]]]:
+        """The slices that this process's devices hold, each with all that hold it."""
+        if self.sharding is None:
+            return [(tuple(slice(0, size) for size in shape), [None])]
+        holders: dict[tuple[tuple[int, int], ...], list[jax.Device | None]] = {}
+        for device, index in self.sharding.addressable_devices_indices_map(shape).items():
+            bounds = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+            holders.setdefault(bounds, []).append(device)
+        return [(tuple(slice(*pair) for pair in bounds), at) for bounds, at in holders.items()]
+
+    def share(self, leaf: Leaf) -> float:
+        """How much of the leaf this process reads: 1 is all of it, once."""
+        held = sum(math.prod(_shape_of(index)) for index, _ in self.slices(leaf.spec.shape))
+        return held / leaf.spec.size
+
+    def put(self, shape: tuple[int, ...], read: Callable[[Index], np.ndarray]) -> jax.Array:
         """An array whose slices come from `read`; a slice that several devices hold is read once.
 
         `read` gets explicit bounds and must return memory that nobody will change.
         """
+        pieces: list[jax.Array] = []
+        for index, devices in self.slices(shape):
+            values = read(index)
+            # The one before has to be gone by now: two slices are held, never all.
+            jax.block_until_ready(pieces)
+            pieces += [jax.device_put(values, device) for device in devices]
         if self.sharding is None:
-            return jax.device_put(read(tuple(slice(0, size) for size in shape)))
-        cache: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
-
-        def read_once(index: Index) -> np.ndarray:
-            bounds = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
-            if bounds not in cache:
-                cache[bounds] = read(tuple(slice(*pair) for pair in bounds))
-            return cache[bounds]
-
-        return jax.make_array_from_callback(shape, self.sharding, read_once, dtype=dtype)
+            return pieces[0]
+        return jax.make_array_from_single_device_arrays(shape, self.sharding, pieces)
 
 
 def _load_leaf(
@@ -122,20 +146,19 @@ def _load_leaf(
     tensors: Mapping[str, Source],
     dtype: np.dtype,
     placement: _Placement,
-    bar: tqdm,
+    done: Callable[[float], Any],
 ) -> jax.Array:
-    def read_part(part: Part, index: Index) -> np.ndarray:
-        return tensors[part.name].read(part.layout, index, dtype)
+    """One parameter; `done` is told the bytes that were read."""
 
-    def done(part: Part) -> None:
-        bar.update(_source_bytes(tensors, leaf, part))
+    def read_part(part: Part, index: Index) -> np.ndarray:
+        values = tensors[part.name].read(part.layout, index, dtype)
+        done(_file_bytes(tensors[part.name], _shape_of(index)))
+        return values
 
     shape = leaf.spec.shape
     if not leaf.stacked:
         (part,) = leaf.parts
-        result = placement.put(shape, dtype, partial(read_part, part))
-        done(part)
-        return result
+        return placement.put(shape, partial(read_part, part))
 
     if leaf.spec.size * dtype.itemsize <= _HOST_STACK_BYTES:
 
@@ -148,10 +171,7 @@ def _load_leaf(
                 stack[layer] = piece
             return stack
 
-        result = placement.put(shape, dtype, read_stack)
-        for part in leaf.parts:
-            done(part)
-        return result
+        return placement.put(shape, read_stack)
 
     one_layer = placement.of_one_layer()
     stack = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=placement.sharding)()
@@ -161,10 +181,11 @@ def _load_leaf(
         donate_argnums=0,
         out_shardings=placement.sharding,
     )
+    layer = None
     for at, part in enumerate(leaf.parts):
-        layer = one_layer.put(leaf.part_shape, dtype, partial(read_part, part))
+        jax.block_until_ready(layer)  # two layers may be on their way
+        layer = one_layer.put(leaf.part_shape, partial(read_part, part))
         stack = insert(stack, layer, at)
-        done(part)
     return stack
 
 

@@ -16,7 +16,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -67,6 +67,16 @@ class TensorEntry:
         if not self.nbytes:
             return np.empty(0, np.uint8)
         return np.memmap(self.file, np.uint8, "r", offset=self.begin, shape=(self.nbytes,))
+
+    def rows(self, start: int, stop: int) -> TensorEntry:
+        """Rows [start, stop) of the first axis, as a tensor of their own."""
+        row = self.nbytes // self.shape[0]
+        return replace(
+            self,
+            shape=(stop - start, *self.shape[1:]),
+            begin=self.begin + start * row,
+            end=self.begin + stop * row,
+        )
 
     def array(self) -> np.ndarray:
         """The tensor, mapped read-only; its dtype must be one of `READABLE`."""

@@ -16,6 +16,8 @@ from kernjax.weights.layouts import Index, Layout
 from kernjax.weights.quantisation import Scheme
 from kernjax.weights.safetensors_files import READABLE, TensorEntry
 
+_MAPPED_BYTES = 256 << 20  # of a file, mapped at a time
+
 
 class Source(Protocol):
     """One HF weight of `shape`, by whatever tensors it is stored in."""
@@ -63,8 +65,19 @@ class Plain:
         return {"": self.tensor}
 
     def read(self, layout: Layout, index: Index, dtype: np.dtype) -> np.ndarray:
-        # A copy: jax on a CPU would alias the mapped file.
-        return np.array(layout.read(self.tensor.array(), index), dtype=dtype, order="K")
+        # Copies: jax on a CPU would alias the mapped file.
+        if self.nbytes <= _MAPPED_BYTES:
+            return _converted(layout.read(self.tensor.array(), index), dtype)
+        # Mapped pages count as the process's own until they are unmapped: some rows at a time.
+        region, inside = layout.region(index)
+        rows, rest = region[0], region[1:]
+        step = max(1, _MAPPED_BYTES * self.shape[0] // self.nbytes)
+        block = np.empty([part.stop - part.start for part in region], dtype)
+        for at in range(rows.start, rows.stop, step):
+            stop = min(at + step, rows.stop)
+            values = self.tensor.rows(at, stop).array()[:, *rest]
+            block[at - rows.start : stop - rows.start] = _converted(values, dtype)
+        return layout.read(block, inside)
 
 
 @dataclass(frozen=True)
@@ -98,3 +111,13 @@ class Quantised:
             block[at - rows.start : stop - rows.start] = values
             at = stop
         return layout.read(block, inside)
+
+
+def _converted(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A copy in `dtype`, in the same order of memory."""
+    if (values.dtype, dtype) != (READABLE["BF16"], np.float32):
+        return np.array(values, dtype=dtype, order="K")
+    # bfloat16 is the upper half of float32: several times quicker than NumPy's cast of it.
+    result = np.empty_like(values, dtype=dtype, order="K")
+    np.left_shift(values.view(np.uint16), np.uint32(16), out=result.view(np.uint32))
+    return result
