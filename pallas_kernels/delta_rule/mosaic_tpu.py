@@ -244,8 +244,7 @@ def recurrent(
     value_heads, value_dim = v.shape[2:]
     tiles = choose_recurrent(q, v) if tiles is None else tiles
     groups = value_heads // tiles.heads
-    if lengths is None:
-        lengths = jnp.full((batch,), length, jnp.int32)
+    prefetched = [] if lengths is None else [lengths]
 
     def by_group(x: jax.Array) -> jax.Array:  # [B, T, H, D] -> [B, T, groups, H / groups, D]
         return x.reshape(batch, length, groups, -1, x.shape[-1])
@@ -253,14 +252,14 @@ def recurrent(
     inputs = [by_group(x) for x in (q, k, v, g if g.ndim == 4 else g[..., None], beta[..., None])]
 
     def tokens(x: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec((1, length, 1, *x.shape[3:]), lambda b, h, _: (b, 0, h, 0, 0))
+        return pl.BlockSpec((1, length, 1, *x.shape[3:]), lambda b, h, *_: (b, 0, h, 0, 0))
 
-    states = pl.BlockSpec((1, tiles.heads, key_dim, value_dim), lambda b, h, _: (b, h, 0, 0))
+    states = pl.BlockSpec((1, tiles.heads, key_dim, value_dim), lambda b, h, *_: (b, h, 0, 0))
     o = jax.ShapeDtypeStruct((batch, length, groups, tiles.heads, value_dim), jnp.float32)
     o, state = pl.pallas_call(
         functools.partial(_recurrent_kernel, scale=scale, formats=formats),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=len(prefetched),
             grid=(batch, groups),
             in_specs=[*map(tokens, inputs), states],
             out_specs=[tokens(o), states],
@@ -269,13 +268,14 @@ def recurrent(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
         name="delta_rule_recurrent",
-    )(lengths, *inputs, state.astype(jnp.float32))
+    )(*prefetched, *inputs, state.astype(jnp.float32))
     return o.reshape(batch, length, value_heads, value_dim), state
 
 
-def _recurrent_kernel(lengths, q, k, v, g, beta, entering, o, state, *, scale, formats):
+def _recurrent_kernel(*refs, scale, formats):
+    *lengths, q, k, v, g, beta, entering, o, state = refs
     length, heads = o.shape[1], state.shape[1]
-    real = jnp.minimum(lengths[pl.program_id(0)], length)
+    real = jnp.minimum(lengths[0][pl.program_id(0)], length) if lengths else length
 
     def columns(x: jax.Array) -> jax.Array:  # [H, K] -> [Hv, K, 1]
         x, repeats = jnp.swapaxes(x, 0, 1), heads // x.shape[0]
