@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import textwrap
+from pathlib import Path
 
+import jsonschema
 import pytest
 from instrument import last_line, run
 
-from kernjax import calibrate, check, load_recording
+from kernjax import calibrate, check, load_recording, report, reporting
 from kernjax.base.resources import demo_recording
 
 NORMALS = ("bf16", "chunk32", "chunk128", "block256", "p_f32", "row_sum_rounded")
@@ -74,6 +76,36 @@ def test_a_gross_change_fails(capsys, tmp_path):
     # A finished recording of the same producer is taken as it is, through another door too.
     again, _, _ = judged(capsys, "--candidate", str(out / "candidate"))
     assert again == 1
+
+
+def test_the_reports_of_a_run(capsys, tmp_path, monkeypatch):
+    """Every file, the line under its schema, annotations on standard error, and once more drawn."""
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    out, again = tmp_path / "out", tmp_path / "again"
+    code = run(check, "--candidate", bundled("chunk32"), "--output_dir", str(out))
+    captured = capsys.readouterr()
+    line = json.loads(captured.out.splitlines()[-1])
+    schema = Path(reporting.__file__).parent / "schemas" / "check-1.schema.json"
+    jsonschema.validate(line, json.loads(schema.read_text()))
+    assert line == json.loads((out / "verdict.json").read_text())
+    assert line["command"].startswith("python -m kernjax.check --candidate=")
+    assert f"title=kernjax%3A {line['verdict']}::" in captured.err and "::" not in captured.out
+    names = {path.name for path in out.iterdir()}
+    assert names == {"verdict.json", "report.txt", "report.md", "junit.xml", "report.html",
+                     "figures.json"}  # fmt: skip
+    assert captured.out.startswith((out / "report.txt").read_text())
+    assert run(report, f"--verdict={out}", f"--output_dir={again}") == 0
+    for name in names:
+        assert (again / name).read_text() == (out / name).read_text(), name
+    assert code == line["exit_code"]
+
+
+def test_a_folder_it_cannot_write_is_found_out_first(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    argv = ["--candidate", bundled("chunk32"), "--output_dir", str(tmp_path / "file")]
+    assert run(check, *argv) == 3
+    captured = capsys.readouterr()
+    assert "Could not write" in captured.err and "PASS" not in captured.out
 
 
 KERNELS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -50,6 +51,32 @@ def test_values_reach_the_command_and_do_not_leak_into_the_next_run():
     assert run_toy(["--model=m", "--batch_size=8", "--kernel=a", "--kernel=b"], main, flags) == 2
     assert run_toy(["--model", "n"], main, flags) == 2
     assert seen == [("m", 8, ["a", "b"]), ("n", 4, [])]
+
+
+def test_what_was_given_can_be_typed_again():
+    flags, seen = make_flags(), []
+
+    def main(words):
+        seen.append(flags.given())
+        return 0
+
+    argv = ["--model=a b", "--batch_size=8", "--overwrite", "--kernel=a=b:c", "--kernel=d=e:f"]
+    assert run_toy([*argv, "--level=0.5"], main, flags) == 0  # 0.5 is the default
+    assert sorted(seen[0]) == sorted(argv)
+    assert run_toy(seen[0], main, flags) == 0
+    assert seen[1] == seen[0]
+
+
+def test_a_terminal_that_lacks_a_character_gets_an_escape(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1"))
+
+    def main(words):
+        print("\u00b1 \u2026")
+        return 0
+
+    assert run_toy(["--model=m"], main) == 0
+    assert raw.getvalue() == b"\xb1 \\u2026\n"
 
 
 def test_two_commands_may_define_the_same_flag():
