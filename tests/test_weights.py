@@ -183,29 +183,43 @@ def test_large_stacks_fill_in_place_to_the_same_bits(saved, monkeypatch) -> None
     assert_same_bits(load_params(directory, config), params)
 
 
-def test_large_tensors_are_mapped_some_rows_at_a_time(saved, monkeypatch) -> None:
+def test_large_tensors_are_read_in_bands_of_rows(saved, monkeypatch) -> None:
     directory, config, params = saved
-    monkeypatch.setattr(sources, "_MAPPED_BYTES", 500)
-    mapped = []
+    monkeypatch.setattr(sources, "_BAND_BYTES", 500)
+    bands = []
     rows = TensorEntry.rows
 
     def watched(self, start, stop):
-        part = rows(self, start, stop)
-        mapped.append(part.nbytes)
-        return part
+        bands.append(rows(self, start, stop))
+        return bands[-1]
 
     monkeypatch.setattr(TensorEntry, "rows", watched)
     assert_same_bits(load_params(directory, config), params)
-    assert mapped and max(mapped) <= 500
+    assert max(band.nbytes for band in bands) <= 500
+    embed = [band for band in bands if band.name == "model.embed_tokens.weight"]
+    assert sorted(band.begin for band in embed)[0] < sorted(band.end for band in embed)[-1]
+    assert sum(band.nbytes for band in embed) == 40 * 20 * 4
+
+
+def test_a_band_that_fails_is_an_error(saved, monkeypatch) -> None:
+    directory, config, _ = saved
+    monkeypatch.setattr(sources, "_BAND_BYTES", 500)
+
+    def fails(self):
+        raise OSError(5, "Input/output error", str(self.file))
+
+    monkeypatch.setattr(TensorEntry, "load", fails)
+    with pytest.raises(OSError, match="Input/output"):
+        load_params(directory, config)
 
 
 def test_bfloat16_becomes_float32_exactly() -> None:
     every = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(256, 256)
     for values in (every, every.T, every[3:9, 5:8]):
-        wide = sources._converted(values, np.dtype(np.float32))
-        assert wide.flags.f_contiguous == values.flags.f_contiguous
+        wide = np.empty_like(values, dtype=np.float32)
+        sources._convert(values, wide)
         assert np.array_equal(wide.view(np.uint32), values.view(np.uint16).astype(np.uint32) << 16)
-    wide = sources._converted(every, np.dtype(np.float32))
+    sources._convert(every, wide := np.empty((256, 256), np.float32))
     numbers = ~np.isnan(wide)
     assert np.array_equal(wide[numbers], every[numbers].astype(np.float32))
 

@@ -131,13 +131,13 @@ def test_only_what_is_asked_for_is_decoded(tmp_path: Path) -> None:
 
     class Watched(BlockScaledFP8):
         def decode(self, codes, scales, rows, columns):
-            decoded.append((rows, columns))
+            decoded.append((rows.start, rows.stop, columns.start, columns.stop))
             return super().decode(codes, scales, rows, columns)
 
     codes, scales, _ = fp8_tensors(np.random.default_rng(3), (64, 40), (16, 9), np.float32)
     source = source_of(tmp_path, Watched((16, 9)), (64, 40), (codes, scales))
     source.read(Transposed(), (slice(5, 9), slice(20, 40)), np.dtype(np.float32))
-    assert decoded == [(slice(20, 32), slice(5, 9)), (slice(32, 40), slice(5, 9))]
+    assert sorted(decoded) == [(20, 32, 5, 9), (32, 40, 5, 9)]
 
 
 @BOTH

@@ -100,7 +100,7 @@ FOUR_DEVICES = """
     from kernjax.base.errors import UserError
     from kernjax.model.config import ModelConfig
     from kernjax.model.params import leaves
-    from kernjax.weights import load, load_params, param_shardings, parse_mesh
+    from kernjax.weights import load, load_params, param_shardings, parse_mesh, sources
 
     directory, quantised = sys.argv[1:]
     config = ModelConfig.from_directory(directory)
@@ -123,8 +123,12 @@ FOUR_DEVICES = """
     assert qkv.addressable_shards[0].data.shape == (2, 20 // 2, 40 // 2)
     # Slices that cut blocks of scales and packed bytes: width 20 in 4, mlp 24 in 2.
     whole = dict(leaves(load_params(quantised, config, dtype="float32")))
+    sources._BAND_BYTES = 300
     for text, host_stack in (("fsdp=4", 1 << 20), ("tensor=2,fsdp=2", 1200)):
         load._HOST_STACK_BYTES = host_stack
+        parts = dict(leaves(load_params(directory, config, mesh=parse_mesh(text))))
+        for path, leaf in parts.items():
+            assert np.asarray(leaf).tobytes() == np.asarray(single[path]).tobytes(), path
         parts = load_params(quantised, config, dtype="float32", mesh=parse_mesh(text))
         for path, leaf in leaves(parts):
             assert np.asarray(leaf).tobytes() == np.asarray(whole[path]).tobytes(), path

@@ -11,7 +11,8 @@ from kernjax.model.config import ModelConfig
 
 
 def model_names() -> list[str]:
-    """Configs that come with kernjax: HF config.json files of published models."""
+    """Configs that come with kernjax, as published without vision: qwen3.8-27b is that of
+    Qwen/Qwen3.8-27B, revision 1d4bf0f2."""
     return sorted(path.stem for path in data_dir("configs").glob("models/*.json"))
 
 

@@ -3,7 +3,7 @@
 Each process reads only the bytes its devices hold, one device's slice after another. Small
 parameters are stacked on the host; a large stack is allocated on the devices and filled layer by
 layer in place. The host holds the slice it reads, and the one before while that is on its way to a
-device: never more. Files are mapped: a slice touches only its pages.
+device: never more.
 """
 
 from __future__ import annotations

@@ -78,6 +78,13 @@ class TensorEntry:
             end=self.begin + stop * row,
         )
 
+    def load(self) -> np.ndarray:
+        """The tensor, read into memory of its own; its dtype must be one of `READABLE`."""
+        dtype = READABLE[self.dtype]
+        count = self.nbytes // dtype.itemsize
+        values = np.fromfile(self.file, dtype, count, offset=self.begin)
+        return values.reshape(self.shape)
+
     def array(self) -> np.ndarray:
         """The tensor, mapped read-only; its dtype must be one of `READABLE`."""
         return np.asarray(self.bytes()).view(READABLE[self.dtype]).reshape(self.shape)

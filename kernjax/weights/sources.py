@@ -1,12 +1,16 @@
 """Where a weight's numbers come from: one tensor as it is, or quantised codes with their scales.
 
-Both are read by rectangles of the parameter, so that a process touches only the pages, and decodes
-only the blocks, of what its devices hold.
+Both are read by rectangles of the parameter, so that a process reads only the pages, and decodes
+only the blocks, of what its devices hold; large ones in bands of rows, by several threads: one
+alone neither keeps a disk busy nor decodes as fast as it delivers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +20,9 @@ from kernjax.weights.layouts import Index, Layout
 from kernjax.weights.quantisation import Scheme
 from kernjax.weights.safetensors_files import READABLE, TensorEntry
 
-_MAPPED_BYTES = 256 << 20  # of a file, mapped at a time
+# Of a file, in one band: a thread holds it as read, and as values. Smaller tensors are not cut.
+_BAND_BYTES = 8 << 20
+_THREADS = min(16, os.cpu_count() or 1)
 
 
 class Source(Protocol):
@@ -65,18 +71,23 @@ class Plain:
         return {"": self.tensor}
 
     def read(self, layout: Layout, index: Index, dtype: np.dtype) -> np.ndarray:
-        # Copies: jax on a CPU would alias the mapped file.
-        if self.nbytes <= _MAPPED_BYTES:
-            return _converted(layout.read(self.tensor.array(), index), dtype)
-        # Mapped pages count as the process's own until they are unmapped: some rows at a time.
+        if self.nbytes <= _BAND_BYTES:
+            values = layout.read(self.tensor.array(), index)
+            result = np.empty_like(values, dtype=dtype, order="K")  # not the mapped file itself
+            _convert(values, result)
+            return result
         region, inside = layout.region(index)
         rows, rest = region[0], region[1:]
-        step = max(1, _MAPPED_BYTES * self.shape[0] // self.nbytes)
+        whole = all(part == slice(0, size) for part, size in zip(rest, self.shape[1:], strict=True))
         block = np.empty([part.stop - part.start for part in region], dtype)
-        for at in range(rows.start, rows.stop, step):
-            stop = min(at + step, rows.stop)
-            values = self.tensor.rows(at, stop).array()[:, *rest]
-            block[at - rows.start : stop - rows.start] = _converted(values, dtype)
+
+        def fill(start: int, stop: int) -> None:
+            band = self.tensor.rows(start, stop)
+            values = band.load() if whole else band.array()[:, *rest]
+            _convert(values, block[start - rows.start : stop - rows.start])
+
+        step = max(1, _BAND_BYTES * self.shape[0] // self.nbytes)
+        _by_bands(fill, rows, step)
         return layout.read(block, inside)
 
 
@@ -103,21 +114,39 @@ class Quantised:
     def read(self, layout: Layout, index: Index, dtype: np.dtype) -> np.ndarray:
         (rows, columns), inside = layout.region(index)
         block = np.empty((rows.stop - rows.start, columns.stop - columns.start), dtype)
-        # Some rows at a time: float32 values of the whole would be twice the block.
-        step, at = self.scheme.rows_at_once, rows.start
-        while at < rows.stop:
-            stop = min((at // step + 1) * step, rows.stop)
-            values = self.scheme.decode(self.codes, self.scales, slice(at, stop), columns)
-            block[at - rows.start : stop - rows.start] = values
-            at = stop
+
+        def fill(start: int, stop: int) -> None:
+            values = self.scheme.decode(self.codes, self.scales, slice(start, stop), columns)
+            block[start - rows.start : stop - rows.start] = values
+
+        _by_bands(fill, rows, self.scheme.rows_at_once)
         return layout.read(block, inside)
 
 
-def _converted(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A copy in `dtype`, in the same order of memory."""
-    if (values.dtype, dtype) != (READABLE["BF16"], np.float32):
-        return np.array(values, dtype=dtype, order="K")
-    # bfloat16 is the upper half of float32: several times quicker than NumPy's cast of it.
-    result = np.empty_like(values, dtype=dtype, order="K")
-    np.left_shift(values.view(np.uint16), np.uint32(16), out=result.view(np.uint32))
-    return result
+def _by_bands(fill: Callable[[int, int], None], rows: slice, step: int) -> None:
+    """fill(start, stop) over `rows`, cut at the multiples of `step`."""
+    first = rows.start // step * step
+    bands = [
+        (max(start, rows.start), min(start + step, rows.stop))
+        for start in range(first, rows.stop, step)
+    ]
+    if len(bands) <= 1:
+        for band in bands:
+            fill(*band)
+        return
+    for _ in _threads().map(fill, *zip(*bands, strict=True)):
+        pass  # raises what a band raised
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
+
+
+def _convert(values: np.ndarray, out: np.ndarray) -> None:
+    """out = values in out's dtype."""
+    if (values.dtype, out.dtype) == (READABLE["BF16"], np.float32):
+        # bfloat16 is the upper half of float32: several times quicker than NumPy's cast of it.
+        np.left_shift(values.view(np.uint16), np.uint32(16), out=out.view(np.uint32))
+    else:
+        out[...] = values

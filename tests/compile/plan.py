@@ -9,10 +9,8 @@ its arguments must take, or the one that is too large is said to fit.
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import sys
-import tempfile
-from pathlib import Path
 
 from kernjax.planning.chips import parse_topology
 from kernjax.planning.compiler import compile_program, devices_of, prepare
@@ -25,7 +23,7 @@ from kernjax.model.params import leaves  # noqa: E402
 from kernjax.planning import programs  # noqa: E402
 from kernjax.planning.bounds import decode_bound  # noqa: E402
 from kernjax.planning.compiler import TooLarge  # noqa: E402
-from kernjax.planning.models import default_mesh, read_model  # noqa: E402
+from kernjax.planning.models import default_mesh  # noqa: E402
 from kernjax.precision import parse_policy  # noqa: E402
 from kernjax.weights import parse_mesh  # noqa: E402
 from tests.tiny import CONFIG  # noqa: E402
@@ -65,17 +63,16 @@ def main() -> int:
 
 
 def _tiny(text: str) -> programs.Setup:
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
-        return _setup(read_model(folder), text, context=1024)
+    return _setup(text, context=1024)
 
 
 def _too_large(text: str) -> programs.Setup:
-    """A cache of 262,144 tokens of 64 sequences of the 27B: 1 TiB."""
-    return _setup(read_model("qwen3.8-27b"), text, context=262_144 - 512, batch=64)
+    """A million sequences: caches of half a terabyte."""
+    return _setup(text, context=3584, batch=1 << 20)
 
 
-def _setup(config: ModelConfig, text: str, context: int, batch: int = 1) -> programs.Setup:
+def _setup(text: str, context: int, batch: int = 1) -> programs.Setup:
+    config = ModelConfig.from_dict(CONFIG)
     devices = devices_of(parse_topology(text))
     mesh = parse_mesh(default_mesh(config, len(devices)), devices)
     return programs.Setup(config, parse_policy(_POLICY), mesh, context, batch)
@@ -84,7 +81,7 @@ def _setup(config: ModelConfig, text: str, context: int, batch: int = 1) -> prog
 def _wrong(text: str, setup: programs.Setup, memory) -> list[str]:
     """A device's shards of the weights are the least that arguments can be."""
     weights = sum(
-        leaf.dtype.itemsize * _size(leaf.sharding.shard_shape(leaf.shape))
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
         for _, leaf in leaves(programs.abstract_weights(setup))
     )
     bound = decode_bound(setup, parse_topology(text), setup.context)
@@ -95,13 +92,6 @@ def _wrong(text: str, setup: programs.Setup, memory) -> list[str]:
         f"bound {bound}": not bound.seconds > 0,
     }
     return [f"{text}: {problem}" for problem, is_so in problems.items() if is_so]
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
 
 
 if __name__ == "__main__":
