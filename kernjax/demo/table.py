@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kernjax.base import command
+from kernjax.base.errors import UserError
 
 FLAGS = command.Flags("demo.table", __doc__)
 _CORPUS = FLAGS.string("corpus", "demo", "One of the bundled corpora.")
@@ -37,7 +38,7 @@ def main(args: list[str]) -> int:
     session = Session.open("demo", _CORPUS.value, reference, batch_size=_BATCH_SIZE.value)
     # The f32 policies are the reference's own neighbours: no changes of the production policy.
     named = [name for name in policy_names() if not name.startswith("f32")]
-    verdicts = {}
+    verdicts, refused = {}, {}
     for name in [*(_POLICIES.value or named), *_EXTRA.value]:
         runs = run_lenses(
             session,
@@ -47,19 +48,24 @@ def main(args: list[str]) -> int:
             lenses=Lenses(limit=_LIMIT.value, isolated_limit=4),
             announce=lambda title: Meter(title, "tok"),
         )
-        verdicts[name] = judge(
-            compare(session.reference, runs.candidate),
-            band,
-            isolated=compare(*runs.isolated) if runs.isolated else None,
-        )
+        try:
+            verdicts[name] = judge(
+                compare(session.reference, runs.candidate),
+                band,
+                isolated=compare(*runs.isolated) if runs.isolated else None,
+            )
+        except UserError as error:  # a band cannot judge everything: another dtype of the logits
+            refused[name] = error
+            command.log.info("%s: not judged: %s", name, error)
+            continue
         command.log.info("%s: %s", name, verdicts[name].outcome)
-    Path(_OUT.value).write_text(_markdown(_CORPUS.value, verdicts), encoding="utf-8")
+    Path(_OUT.value).write_text(_markdown(_CORPUS.value, verdicts, refused), encoding="utf-8")
     print(f"{_OUT.value}: {len(verdicts)} policies on {_CORPUS.value}")
     command.print_json({name: str(verdict.outcome) for name, verdict in verdicts.items()})
     return command.EXIT_PASS
 
 
-def _markdown(corpus: str, verdicts: dict[str, Any]) -> str:
+def _markdown(corpus: str, verdicts: dict[str, Any], refused: dict[str, UserError]) -> str:
     lines = [
         f"# The demo's policies on `{corpus}`",
         "",
@@ -80,6 +86,9 @@ def _markdown(corpus: str, verdicts: dict[str, Any]) -> str:
                 f" {'-' if iso is None else _ratio(iso.ratio, iso.low, iso.high)} |"
                 f" {row.flips} | {row.normal_flips:.1f} |"
             )
+    if refused:
+        lines += ["", "Not judged by this band:", ""]
+        lines += [f"- `{name}`: {error}" for name, error in refused.items()]
     return "\n".join(lines) + "\n"
 
 
