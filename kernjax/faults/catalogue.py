@@ -246,7 +246,7 @@ NORMALS = (
 """Policies of equally right producers: their pairs must not be red."""
 
 SHORT = (
-    "acc_not_rescaled", "split_without_lse", "state_transposed", "stale_slot", "state_4_bits",
+    "p_e4m3_lazy_rescale", "split_without_lse", "state_transposed", "stale_slot", "state_4_bits",
     "positions_int16", "control_v_new_bf16", "control_qk_bf16",
 )  # fmt: skip
 """What --short runs: each op, a fault of each class, two controls."""
