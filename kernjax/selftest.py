@@ -14,7 +14,8 @@ red; a small one may be proven below the floor of the corpus, which is printed, 
 red.
 
 --short runs one or two rows for every op, two controls and the bundled normal producers, on two
-segments of each kind and depth and without local sizes: minutes, for CI. The whole catalogue takes the better part of an hour on two cores.
+segments of each kind and depth and without local sizes: minutes, for CI. The whole catalogue takes
+the better part of an hour on two cores.
 
 The last line of standard output is one JSON object. Exit codes: 0 every row came to what it should
 · 1 a fault was missed, or something right was flagged · 3 could not run.

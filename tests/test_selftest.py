@@ -82,7 +82,7 @@ def test_a_right_kernel_is_a_fault_only_below_the_floor(tiny, capsys, monkeypatc
     """The plain recurrence, listed as a control, as a fault that may hide, and as one that must
     show: the same numbers are right, right, and wrong."""
     control = next(row for row in CATALOGUE if row.id == "control_token_form")
-    flags = ["--only=control_token_form", "--short", "--first_look=8"]
+    flags = ["--only=control_token_form", "--short"]
     for expected, status, exit_code in (
         ("green", "not red", 0),
         ("floor", "below the floor", 0),
