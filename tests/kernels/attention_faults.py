@@ -1,7 +1,8 @@
 """Attention with one planted fault each: accuracy bugs that inference kernels really had.
 
 A plain float32 NumPy flash attention, where `fault` names the one line that is wrong. Without a
-fault it passes every check, so a refusal is the fault's doing.
+fault it passes every check, so a refusal is the fault's doing. Those that `kernjax.faults` plants
+in a model are checked against these (test_faults_oracle.py).
 """
 
 from __future__ import annotations

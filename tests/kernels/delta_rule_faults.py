@@ -1,7 +1,8 @@
 """Delta rules with one planted fault each: accuracy bugs that inference kernels really had.
 
 A plain float32 NumPy chunk form and token form, where `fault` names the one line that is wrong.
-The same forms without a fault pass every check, so a refusal is the fault's doing.
+The same forms without a fault pass every check, so a refusal is the fault's doing. Those that
+`kernjax.faults` plants in a model are checked against these (test_faults_oracle.py).
 """
 
 from __future__ import annotations
