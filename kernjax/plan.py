@@ -23,6 +23,7 @@ fits, 1 something does not, 3 could not be planned.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,7 @@ _MESH = FLAGS.string(
 )
 _CONTEXT = FLAGS.integer("context", 131072, "Tokens of a sequence.", lower_bound=1)
 _BATCH_SIZE = FLAGS.integer("batch_size", 1, "Sequences at a time.", lower_bound=1)
-_POLICY = FLAGS.string("policy", "bf16", "Precision policy, as for kernjax.record.")
+_POLICY = FLAGS.multi_string("policy", "Precision policy, as for kernjax.record; default: bf16")
 _WINDOW = FLAGS.integer(
     "prefill_window", None, "Tokens a prefill call; default: the policy's.", lower_bound=1
 )
@@ -64,8 +65,9 @@ def main(args: list[str]) -> int:
     from kernjax.precision import parse_policy
 
     config = read_model(_MODEL.value)
-    policy = parse_policy(_policy_text(_POLICY.value))
-    policy.validate_layers(config.num_layers, config.layer_types)
+    policies = {text: parse_policy(_policy_text(text)) for text in _POLICY.value or ["bf16"]}
+    for policy in policies.values():
+        policy.validate_layers(config.num_layers, config.layer_types)
     if config.max_position_embeddings < _CONTEXT.value:
         raise UserError(
             f"--context={_CONTEXT.value} is longer than the model's"
@@ -76,8 +78,8 @@ def main(args: list[str]) -> int:
         command.print_json({"checked": True, "topologies": [t.text for t in topologies]})
         return command.EXIT_PASS
     plans = []
-    for topology in topologies:
-        plans.append(_plan(config, policy, topology))
+    for topology, (text, policy) in itertools.product(topologies, policies.items()):
+        plans.append(_plan(config, text, policy, topology))
         print(report.text(plans[-1]), flush=True)
     if _OUT.value:
         Path(_OUT.value).write_text(_page(report.markdown(plans)), encoding="utf-8")
@@ -99,7 +101,7 @@ def _policy_text(text: str) -> str:
     return text
 
 
-def _plan(config: ModelConfig, policy: Policy, topology: Topology) -> Plan:
+def _plan(config: ModelConfig, policy_text: str, policy: Policy, topology: Topology) -> Plan:
     from kernjax.planning import bounds, programs
     from kernjax.planning.compiler import compile_program, devices_of
     from kernjax.planning.models import default_mesh
@@ -116,7 +118,7 @@ def _plan(config: ModelConfig, policy: Policy, topology: Topology) -> Plan:
     }
     phases = []
     for name, bound in parts.items():
-        command.log.info("compiling %s for %s", name, topology.text)
+        command.log.info("compiling %s for %s, policy %s", name, topology.text, policy_text)
         program = (programs.prefill_window if name == window else programs.decode_step)(setup)
         memory, seconds = compile_program(program)
         phases.append(Phase(name, memory, seconds, bound))
@@ -126,7 +128,7 @@ def _plan(config: ModelConfig, policy: Policy, topology: Topology) -> Plan:
         mesh=format_mesh(mesh),
         context=setup.context,
         batch=setup.batch,
-        policy=_POLICY.value,
+        policy=policy_text,
         phases=tuple(phases),
         prefill_seconds=bounds.whole_prefill_seconds(setup, topology),
     )
@@ -135,11 +137,12 @@ def _plan(config: ModelConfig, policy: Policy, topology: Topology) -> Plan:
 def _page(table: str) -> str:
     """The Markdown file: how it was made, and the table."""
     shown = {"model": _MODEL, "mesh": _MESH, "context": _CONTEXT, "batch_size": _BATCH_SIZE}
-    shown |= {"policy": _POLICY, "prefill_window": _WINDOW}
-    flags = [f"--topology={text}" for text in _TOPOLOGY.value]
-    flags += [f"--{name}={flag.value}" for name, flag in shown.items() if flag.value is not None]
+    shown |= {"prefill_window": _WINDOW}
+    flags = [f"--{name}={flag.value}" for name, flag in shown.items() if flag.value is not None]
+    flags += [f"--topology={text}" for text in _TOPOLOGY.value]
+    flags += [f"--policy={text}" for text in _POLICY.value]
     return (
-        f"# Does it fit? {_MODEL.value}, context {_CONTEXT.value}, policy {_POLICY.value}\n\n"
+        f"# Does it fit? {_MODEL.value} at context {_CONTEXT.value}\n\n"
         "Made by the command below: compiled by the TPU compiler, not run on a TPU. GiB per device"
         " (code: MiB). Peak: arguments (weights, cache), results that overwrite none of them, and"
         " temporaries. At least: what bytes over bandwidth, or FLOPs over peak, take without any"

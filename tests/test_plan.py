@@ -153,14 +153,17 @@ def test_command_end_to_end_on_another_compiler(model, no_tpu, capsys, tmp_path)
         assert phase["peak"] >= phase["arguments"] + phase["temporaries"]
         assert phase["seconds_at_least"] > 0 and phase["compile_seconds"] > 0
     page = out.read_text()
-    assert "python -m kernjax.plan --topology=v5e:1x1" in page and "| decode step |" in page
+    assert f"python -m kernjax.plan --model={model} --context=96 --batch_size=2" in page
+    assert "--topology=v5e:1x1\n" in page and "| decode step |" in page
 
 
 def test_what_does_not_fit_ends_with_code_1(model, no_tpu, monkeypatch, capsys) -> None:
     refusal = TooLarge(64 * GIB, 15 * GIB, "does not matter")
     monkeypatch.setattr(compiler, "compile_program", lambda program: (refusal, 1.0))
-    assert run(f"--model={model}", "--topology=v5e:1x1", "--context=64") == 1
+    flags = ["--context=64", "--policy=bf16", "--policy=f32"]
+    assert run(f"--model={model}", "--topology=v5e:1x1", *flags) == 1
     out = capsys.readouterr().out
+    assert [one["policy"] for one in json.loads(out.splitlines()[-1])["plans"]] == ["bf16", "f32"]
     assert "does not fit: prefill of 64 needs 64.00 GiB a device, of which 15.00 are free" in out
     assert json.loads(out.splitlines()[-1])["fits"] is False
 
@@ -338,8 +341,8 @@ def test_markdown_has_a_row_a_phase() -> None:
     lines = report.markdown([example(), example(hbm_of="v6e:2x4")]).splitlines()
     assert len(lines) == 2 + 4
     assert len({line.count("|") for line in lines}) == 1
-    assert lines[2].startswith("| v5e:2x4 (8 chips) | tensor=8 | prefill of 2048 | 7.00 |")
-    assert lines[3].startswith("|  |  | decode step |")
+    assert lines[2].startswith("| v5e:2x4 (8 chips) | tensor=8 | bf16 | prefill of 2048 | 7.00")
+    assert lines[3].startswith("|  |  |  | decode step |")
 
 
 def test_refusals_without_numbers_say_what_the_compiler_said() -> None:

@@ -108,13 +108,13 @@ def text(plan: Plan) -> str:
 
 def markdown(plans: Sequence[Plan]) -> str:
     """One table over all plans."""
-    head = ("slice", "mesh", *COLUMNS[:1], *(f"{name}" for name in COLUMNS[1:]), "verdict")
+    head = ("slice", "mesh", "policy", *COLUMNS, "verdict")
     lines = [_row(head), _row(["---"] * len(head))]
     for plan in plans:
         for number, phase in enumerate(plan.phases):
-            slice_cells = (f"{plan.topology.text} ({plan.topology.chips} chips)", plan.mesh)
+            where = f"{plan.topology.text} ({plan.topology.chips} chips)"
+            first = (where, plan.mesh, plan.policy) if number == 0 else ("", "", "")
             verdict = plan.verdict() if number == 0 else ""
-            first = slice_cells if number == 0 else ("", "")
             lines.append(_row((*first, *cells(plan, phase), verdict)))
     return "\n".join(lines)
 
