@@ -26,6 +26,7 @@ from pallas_kernels.delta_rule.mosaic_tpu_chunk import (
     prepare,
     scalar_gates,
 )
+from pallas_kernels.delta_rule.mosaic_tpu_math import spread_columns
 from pallas_kernels.delta_rule.tiles import LANES, Tiles, choose_chunked, choose_recurrent
 from pallas_kernels.formats import round_to
 from pallas_kernels.kernel_rounding import round_to as round_in_kernel
@@ -185,11 +186,11 @@ def _chunked_kernel(*refs, length, scale, formats, per_channel):
             rows = [gates[0, i, 0][kind * heads : (kind + 1) * heads] for i in range(together)]
             return jnp.concatenate(rows)[:, None, :]
 
-        turned = [jnp.swapaxes(gates[0, i, 0], 0, 1) for i in range(together)]
+        spread = [spread_columns(gates[0, i, 0]) for i in range(together)]
 
         def column(kind: int) -> jax.Array:  # [.. * H, C, 128], each lane the same
-            columns = [x[:, kind * heads + h :][:, :1] for x in turned for h in range(heads)]
-            return jnp.stack([jnp.broadcast_to(x, (chunk, LANES)) for x in columns])
+            starts = [(kind * heads + h) * LANES for h in range(heads)]
+            return jnp.stack([x[:, s : s + LANES] for x in spread for s in starts])
 
         queries, keys = by_head(q, key_dim), by_head(k, key_dim)
         values = by_head(v, value_dim).astype(jnp.float32)

@@ -70,6 +70,19 @@ def dot(a: Parts, b: Parts, transpose_b: bool = False) -> jax.Array:
     return jnp.stack(heads)
 
 
+def spread_columns(rows: jax.Array) -> jax.Array:
+    """rows [R, C] turned into columns, each repeated over 128 lanes: [C, R * 128].
+
+    A product with ones, exact to the bit: the matrix unit has the time, and the unit that moves
+    lanes has not. A row that is not finite spoils all of them.
+    """
+    count = rows.shape[0]
+    row = lax.broadcasted_iota(jnp.int32, (count, count * LANES), 0)
+    lane = lax.broadcasted_iota(jnp.int32, (count, count * LANES), 1)
+    ones = jnp.where(lane >> 7 == row, jnp.float32(1), 0).astype(jnp.bfloat16)
+    return dot(split(jnp.swapaxes(rows, 0, 1)[None], "highest"), (ones[None],))[0]
+
+
 def unit_lower_inverse(a: jax.Array, mode: str) -> jax.Array:
     """(I + a)^-1 for strictly lower a [H, C, C].
 
