@@ -93,8 +93,12 @@ def _values(verdict: Verdict, extras: Extras) -> dict[str, Any]:
         "verdict": verdict,
         "outcome": str(verdict.outcome),
         "next": next((f for f in verdict.findings if f.command or f.todo), None),
-        "locate": "" if verdict.outcome is Outcome.PASS else _locate_command(command),
+        "locate": _locate_command(verdict, command),
         "sure": _sure(verdict),
+        "labels": [
+            show(verdict.parties.get(name, {}).get("label", "-"), 200)
+            for name in ("candidate", "reference")
+        ],
         "parties": _parties(verdict),
         "scope": _scope(verdict),
         "differences": verdict.differences[:_ROWS],
@@ -131,12 +135,15 @@ def _words(command: str) -> list[str]:
         return []
 
 
-def _locate_command(command: str) -> str:
-    """Where the change comes from: `kernjax.locate` of the same candidate; empty for recordings."""
-    words = [word for word in _words(command) if word.partition("=")[0] in _LOCATE_FLAGS]
-    if not any(word.startswith(("--policy=", "--kernel=")) for word in words):
+def _locate_command(verdict: Verdict, command: str) -> str:
+    """`kernjax.locate` of the same candidate, where something is wrong and it can be run again."""
+    if verdict.outcome is Outcome.PASS:
         return ""
-    return shlex.join(["python", "-m", "kernjax.locate", *words])
+    for known in (command, *(finding.command for finding in verdict.findings)):
+        words = [word for word in _words(known) if word.partition("=")[0] in _LOCATE_FLAGS]
+        if any(word.startswith(("--policy=", "--kernel=")) for word in words):
+            return shlex.join(["python", "-m", "kernjax.locate", *words])
+    return ""
 
 
 def _sure(verdict: Verdict) -> list[dict[str, str]]:
