@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,12 @@ import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from pallas_kernels.arg_specs import DELTA_RULE  # noqa: E402
-from pallas_kernels.delta_rule import DeltaRuleFormats, mosaic_gpu  # noqa: E402
+from pallas_kernels.arg_specs import ATTENTION, DELTA_RULE  # noqa: E402
+from pallas_kernels.attention import AttentionFormats  # noqa: E402
+from pallas_kernels.attention import mosaic_gpu as attention_gpu  # noqa: E402
+from pallas_kernels.delta_rule import DeltaRuleFormats  # noqa: E402
+from pallas_kernels.delta_rule import mosaic_gpu as delta_rule_gpu  # noqa: E402
+from pallas_kernels.formats import BF16, E4M3_448, F32  # noqa: E402
 
 # Name, compute capability, multiprocessors, memory bytes, bytes per second, L2 bytes, GHz.
 GPUS = {
@@ -68,6 +73,30 @@ def compile_for(gpu: str, function: Any, *avals: Any) -> Any:
         return jax.jit(function, in_shardings=here, out_shardings=here).lower(*avals).compile()
 
 
+def kernels() -> Iterator[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...]]]:
+    """(name, GPUs it is for, function, argument shapes) of every kernel to compile."""
+    for name, spec in DELTA_RULE.items():
+        if spec.value_dim == delta_rule_gpu.WIDTH:
+            run = functools.partial(
+                getattr(delta_rule_gpu, spec.op), lengths=None, scale=spec.key_dim**-0.5,
+                formats=DeltaRuleFormats(),
+            )  # fmt: skip
+            yield name, tuple(GPUS), run, tuple(spec.arguments().values())
+    for name, spec in ATTENTION.items():
+        if name.startswith("public"):
+            continue  # the models have all of its widths
+        for label, p in (("bf16", BF16), ("fp8*448", E4M3_448), ("f32", F32)):
+            formats = AttentionFormats(q=BF16, p=p, block_k=64)
+
+            def attend(q, k, v, q_offset, kv_length, formats=formats):
+                return attention_gpu.attention(
+                    q, k, v, q_offset=q_offset, kv_length=kv_length, k_scale=0.5, formats=formats
+                )
+
+            # Its products are Hopper's wgmma, which Blackwell has not.
+            yield f"{name} p={label}", ("h100",), attend, tuple(spec.arguments().values())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", default="h100,b200")
@@ -80,18 +109,14 @@ def main() -> int:
     print(f"jax {jax.__version__}; compiled, not run")
     print(f"{'kernel':40}{'gpu':6}{'s':>6}{'registers':>11}{'spill B':>9}{'shared B':>10}")
     failures = 0
-    for name, spec in DELTA_RULE.items():
-        if args.only not in name or spec.value_dim != mosaic_gpu.WIDTH:
+    for name, made_for, run, avals in kernels():
+        if args.only not in name:
             continue
-        run = functools.partial(
-            getattr(mosaic_gpu, spec.op), lengths=None, scale=spec.key_dim**-0.5,
-            formats=DeltaRuleFormats(),
-        )  # fmt: skip
-        for gpu in args.gpus.split(","):
+        for gpu in set(args.gpus.split(",")) & set(made_for):
             for path in Path(_DUMPS).iterdir():
                 path.unlink()
             start = time.perf_counter()
-            compile_for(gpu, run, *spec.arguments().values())
+            compile_for(gpu, run, *avals)
             seconds = time.perf_counter() - start
             dumps = sorted(Path(_DUMPS).iterdir())
             kept = [p for p in dumps if p.suffix == ".ptxas" or "resources" in p.name]
