@@ -23,7 +23,7 @@ from kernjax.judge.gates import (
 from kernjax.judge.intervals import Estimate
 from kernjax.judge.limits import limits_of, merge_flip_bins
 from kernjax.judge.quantiles import t_quantile, tolerance_factor
-from kernjax.judge.summaries import Summary
+from kernjax.judge.summaries import Summary, ratio_statistics
 
 SEGMENTS = tuple(
     Segment(f"{kind}-{context}-{i}", kind, context, 8)
@@ -170,3 +170,11 @@ def test_segments_needed_decide_four_times_out_of_five():
         passed += upper < allowed
     assert 0.7 < passed / 400 < 0.9
     assert segments_needed(row, dataclasses.replace(now, value=allowed), limit(allowed), 40) is None
+
+
+def test_decode_and_prefill_may_differ_as_two_right_producers_do():
+    """Their KL over twice the normals' KL to the truth: 1 for unrelated errors of one size."""
+    normals = [summary(), summary(math.log(2.0))]  # KL e^-9 and 2 e^-9: 1.5 e^-9 on average
+    subject = summary(self=math.log(6.0))
+    assert np.allclose(ratio_statistics(subject, normals)["self"], math.log(6.0 / (2 * 1.5)))
+    assert "self" not in ratio_statistics(summary(), normals)

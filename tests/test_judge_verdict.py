@@ -75,7 +75,7 @@ def test_pass_states_its_limit_and_its_depth(band, good):
         (Effect(per_doubling=1.15), "growth_context"),
         (Effect(late=1.6), "growth_decode"),
         (Effect(edges=4.0), "edges"),
-        (Effect(own=2.5), "decode_vs_prefill"),
+        (Effect(own=12.0), "decode_vs_prefill"),
         (Effect(nan=True), "nonfinite"),
     ],
 )

@@ -11,7 +11,7 @@ number of the candidate with the largest the band allows:
 | flips | flips over the normals' flips on the same positions | merged margin bins |
 | tail_mass | change of the mass outside the top 20, either sign | kind |
 | edges | R just after prefill-window, document and chunk edges | class of edge |
-| decode_vs_prefill | R of KL(one-shot prefill || decode) of one producer | all |
+| decode_vs_prefill | KL(one-shot prefill || decode) over that of two right producers | all |
 | prefill_last | R at the prompt's last position | all |
 
 Two more are rules without a p-value: `nonfinite` and `confident_flips`.

@@ -121,7 +121,7 @@ _SENTENCES = {
     "tail_mass": "On {kind} the probability outside the recorded ids changes by {value}",
     "edges": "Just after a {stratum} edge the KL is {value} times normal",
     "decode_vs_prefill": "Decode differs from one-shot prefill of the same tokens {value} times as "
-    "much as normal",
+    "much as two equally right producers do",
     "prefill_last": "At the prompt's last position the KL is {value} times normal",
 }
 

@@ -142,8 +142,11 @@ def ratio_statistics(subject: Summary, normals: Sequence[Summary]) -> dict[str, 
     `arithmetic`, `geometric`: ln R. `excess`: 2 ln((1 + R)/2) of the geometric R, equal to ln R to
     first order at R = 1 and constant far below it, so that growth is growth of the damage: a
     candidate much better than normal may grow as it likes. `step`: excess of the late half of the
-    decode steps less that of the early half. `tail`: change of mass. `last`, `self`, `edge_*`:
-    ln R on those rows.
+    decode steps less that of the early half. `tail`: change of mass. `last`, `edge_*`: ln R on
+    those rows. `self`: ln of KL(one-shot prefill || decode) over twice the normals' KL to the
+    truth, which is how far apart two equally right producers with errors of their own are. The
+    normals' own two phases are closer, since they round alike: a kernel that rounds in one phase
+    only (a state stored by decode, an operand of the chunked form) is no worse for that.
     """
     result = {
         "arithmetic": _log_ratio(subject, normals, "log_mean", "level"),
@@ -154,9 +157,13 @@ def ratio_statistics(subject: Summary, normals: Sequence[Summary]) -> dict[str, 
         halves = [_log_ratio(subject, normals, "mean_log", name) for name in ("early", "late")]
         result["step"] = _excess(halves[1]) - _excess(halves[0])
         result["late"] = halves[1]
-    for name in ("edge_window", "edge_document", "edge_chunk", "self"):
+    for name in ("edge_window", "edge_document", "edge_chunk"):
         if name in subject.log_mean:
             result[name] = _log_ratio(subject, normals, "log_mean", name)
+    if "self" in subject.log_mean:
+        result["self"] = subject.log_mean["self"] - np.log(
+            2.0 * np.mean([np.exp(normal.log_mean["level"]) for normal in normals], axis=0)
+        )
     if "last" in subject.mean_log:
         result["last"] = _log_ratio(subject, normals, "mean_log", "last")
     result["tail"] = subject.tail_change - np.mean([n.tail_change for n in normals], axis=0)
