@@ -277,6 +277,18 @@ def test_hostile_names_in_every_format(tmp_path):
     assert render_text(load_verdict(tmp_path)[0]) == (tmp_path / "report.txt").read_text()
 
 
+def test_no_name_starts_a_command_of_the_runner():
+    """GitHub's runner reads `::name::` at the start of a line, and `##[name]` anywhere."""
+    for name in ("::add-mask::x", "##[add-mask]x"):
+        verdict = dataclasses.replace(
+            red(), findings=(Finding("fail", f"{name} " * 40),), reason=f"{'w' * 88} {name}"
+        )
+        text = render_text(verdict)
+        assert "add-mask" in text
+        assert not any(line.lstrip().startswith("::") for line in text.splitlines())
+        assert "##[" not in text
+
+
 def test_hostile_names_in_markdown():
     text = render_markdown(hostile())
     assert len(text) < 65_536

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import json
 import math
 import re
@@ -22,6 +23,7 @@ from kernjax.recording import load_recording
 from kernjax.reporting import write_files
 from kernjax.reporting.charts import wilson
 from kernjax.reporting.figures import figures
+from kernjax.reporting.json import plain
 from kernjax.reporting.page import Extras, render_page
 from kernjax.reporting.svg import Scale, tick_label
 
@@ -282,6 +284,22 @@ def test_a_part_of_the_corpus_and_a_first_choice_outside_the_ids(demo):
     assert rows["scatter"]["of"] == sum(s.score_len for s in comparison.segments[3:9])
     assert {row["segment"] for row in rows["worst"]} <= set(names)
     assert rows["worst"][0]["reference"][0][1] is None  # no tokenizer
+
+
+def test_a_candidate_that_is_not_finite(demo):
+    comparison, band, reference, candidate = demo
+    rows = np.nonzero(comparison.phase == 1)[0][5:8]
+    top = candidate.top_logprobs.copy()
+    top[rows] = np.nan
+    broken = dataclasses.replace(candidate, top_logprobs=top)
+    made = figures(compare(reference, broken), band, reference, broken)
+    drawn = json.loads(json.dumps(plain(made), allow_nan=False))
+    assert [row["kl"] for row in drawn["worst"][:4]].count(None) == 3
+    assert {row["pos"] for row in drawn["worst"][:3]} == set(comparison.pos[rows].tolist())
+    assert drawn["worst"][0]["candidate"] == []
+    assert drawn["scatter"]["of"] == (comparison.phase == 1).sum() - 3
+    page = check_harmless(render_page(red(), Extras(drawn)))
+    assert page.words.count("not finite") >= 3
 
 
 # --- scales

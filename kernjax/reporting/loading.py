@@ -229,7 +229,7 @@ def _checked(value: Any, hint: Any, name: str) -> Any:
     if hint is Outcome:
         return Outcome(value)
     origin = typing.get_origin(hint)
-    options = typing.get_args(hint) if origin is types.UnionType else (hint,)
+    options = typing.get_args(hint) if origin in (types.UnionType, typing.Union) else (hint,)
     kinds = tuple(typing.get_origin(option) or option for option in options)
     if float in kinds:
         kinds += (int, type(None))  # whole numbers are numbers; null stands for what is not finite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from kernjax.judge.gates import Gate, Outcome
@@ -26,7 +27,9 @@ def render_text(verdict: Verdict) -> str:
         _incumbent(verdict),
         _footnotes(verdict),
     ]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    text = "\n\n".join(section for section in sections if section) + "\n"
+    # A name must not start a command of the CI runner that reads this output.
+    return re.sub(r"(?m)^( *)::", r"\1\\x3a:", text).replace("##[", "\\x23#[")
 
 
 def _headline(verdict: Verdict) -> str:
