@@ -13,6 +13,7 @@ from kernjax.base.errors import UserError
 from kernjax.judge import Outcome, calibrate, compare, judge
 from kernjax.judge.comparison import PREFILL, Comparison
 from kernjax.judge.simulate import Corpus, Design, Effect
+from kernjax.judge.strata import manifest_differences
 
 DESIGN = Design(steps=64)
 
@@ -386,3 +387,13 @@ def test_end_to_end_from_recordings_at_package_level():
     fine = kernjax.judge(compare(reference, run(7, 0.015)), band)
     assert fine.outcome is Outcome.PASS
     assert kernjax.judge(kernjax.compare(reference, run(0, 0.02)), band).findings[-1].text
+
+
+def test_a_directory_name_is_no_difference_between_the_same_weights():
+    model = {"name": "model", "weights_sha256": "a", "config_sha256": "b"}
+    same = {"model": {**model, "name": "checkpoint"}, "policy": {"name": "bf16"}}
+    other = {"model": {**model, "name": "other", "weights_sha256": "c"}}
+    found = manifest_differences({"model": model, "policy": {"name": "f32"}}, same)
+    assert found == [("policy.name", "f32", "bf16")]
+    names = [name for name, _, _ in manifest_differences({"model": model}, other)]
+    assert names == ["model.name", "model.weights_sha256"]

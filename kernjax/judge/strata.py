@@ -129,10 +129,19 @@ def margin_bins(comparison: Comparison, evidence: Evidence, level: int) -> list[
 def manifest_differences(
     reference: Any, candidate: Any, prefix: str = ""
 ) -> list[tuple[str, str, str]]:
-    """(field, reference's value, candidate's value) for every field that differs."""
+    """(field, reference's value, candidate's value) for every field that differs.
+
+    A model's name is that of its directory: where the weights are the same it says nothing.
+    """
     result = []
+    hashes = ("weights_sha256", "config_sha256")
+    same_weights = all(name in reference for name in hashes) and all(
+        reference[name] == candidate.get(name) for name in hashes
+    )
     for key in sorted(set(reference) | set(candidate)):
         if not prefix and key in ("segments", "reference", "schema_version", "extras"):
+            continue
+        if prefix == "model." and key == "name" and same_weights:
             continue
         name = f"{prefix}{key}"
         ours, theirs = reference.get(key), candidate.get(key)
