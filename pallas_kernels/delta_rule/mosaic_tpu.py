@@ -32,6 +32,7 @@ from pallas_kernels.formats import round_to
 from pallas_kernels.kernel_rounding import round_to as round_in_kernel
 
 WIDTHS = (64, 128)
+_VMEM = 40 * 2**20  # of the 64 MiB and more that a core has; the compiler's own limit is 16
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -113,7 +114,7 @@ def chunked(
             jax.ShapeDtypeStruct((batch, value_heads, key_dim, value_dim), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary")
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=_VMEM
         ),
         interpret=interpret,
         name="delta_rule_chunked",

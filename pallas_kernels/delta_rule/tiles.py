@@ -27,7 +27,8 @@ def choose_chunked(q: jax.Array, v: jax.Array, chunk: int) -> Tiles:
     """
     most = {16: 16, 32: 12, 64: 8, 128: 4}[chunk]
     heads = _heads(q, v, most, packed=True)
-    together = 2 if q.shape[1] > chunk else 1
+    # Two chunks a step keep the units busier still; 128 tokens are enough work for a program.
+    together = 2 if chunk < 128 and q.shape[1] > chunk else 1
     return Tiles(heads, together * chunk)
 
 
