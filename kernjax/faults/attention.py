@@ -154,6 +154,11 @@ def p_e4m3(q: _Array, k: _Array, v: _Array, **call: Any) -> _Array:
     return _rounded(q, k, v, call, p=E4M3)
 
 
+def p_e4m3_448(q: _Array, k: _Array, v: _Array, **call: Any) -> _Array:
+    """P in e4m3 as engines scale it now: e4m3(448 P) / 448."""
+    return _rounded(q, k, v, call, p=E4M3_448)
+
+
 def p_e4m3_lazy_rescale(q: _Array, k: _Array, v: _Array, **call: Any) -> _Array:
     """P * 256 in e4m3 while the running maximum may lag by 2**4: P * 256 passes 448 and clamps."""
     return _rounded(q, k, v, call, p=E4M3_256, rescale_threshold=4.0)
@@ -195,11 +200,6 @@ def rope_positions_bf16(q: _Array, k: _Array, v: _Array, **call: Any) -> _Array:
 
 
 # Controls: right, and not to be flagged.
-
-
-def control_p_e4m3_448(q: _Array, k: _Array, v: _Array, **call: Any) -> _Array:
-    """P in e4m3 as engines scale it now: e4m3(448 P) / 448."""
-    return _rounded(q, k, v, call, p=E4M3_448)
 
 
 def control_rope_tables_bf16(q: _Array, k: _Array, v: _Array, **call: Any) -> _Array:
