@@ -74,7 +74,13 @@ def main(args: list[str]) -> int:
     began = time.monotonic()
     from kernjax.judge import Band, compare, judge
     from kernjax.recording import load_recording
-    from kernjax.reporting import check_writable, render_text, verdict_line, write_files
+    from kernjax.reporting import (
+        check_writable,
+        remove_files,
+        render_text,
+        verdict_line,
+        write_files,
+    )
     from kernjax.reporting.annotations import annotations, wanted
     from kernjax.reporting.figures import figures
     from kernjax.scoring.runs import Runs
@@ -82,6 +88,7 @@ def main(args: list[str]) -> int:
     _check_flags()
     if _OUTPUT_DIR.value:
         check_writable(_OUTPUT_DIR.value)
+        remove_files(_OUTPUT_DIR.value)
     reference_path, band_path = _REFERENCE.value, _BAND.value
     if reference_path is None or band_path is None:
         from kernjax.scoring.session import default_band, default_reference
@@ -169,6 +176,13 @@ def _check_flags() -> None:
         raise UserError(
             "--twin, --repeat and --greedy run the candidate; --candidate is a finished one."
         )
+    for flag, other in (("again", _AGAIN.value), ("incumbent", _INCUMBENT.value)):
+        if other and _CANDIDATE.value and Path(other).resolve() == Path(_CANDIDATE.value).resolve():
+            raise UserError(
+                f"--{flag} and --candidate are the same recording, {other}.",
+                "A recording says nothing about itself.",
+                f"Name another for --{flag}, or drop it.",
+            )
     if _AGAIN.value and not _CANDIDATE.value:
         raise UserError(
             "--again is a second recording of --candidate, which is missing.",

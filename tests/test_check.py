@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import textwrap
 from pathlib import Path
 
@@ -41,14 +42,34 @@ def test_most_normal_producers_pass(capsys):
     assert codes.count(0) >= len(NORMALS) // 2
 
 
-def test_the_incumbents_own_bits_pass_as_identical(capsys):
-    code, _, line = judged(capsys, "--candidate", bundled("bf16"), "--incumbent", bundled("bf16"))
+@pytest.fixture
+def copied(tmp_path):
+    """Another recording of the same bits."""
+    return shutil.copy(bundled("bf16"), tmp_path / "again.zip")
+
+
+def test_the_incumbents_own_bits_pass_as_identical(capsys, copied):
+    code, _, line = judged(capsys, "--candidate", bundled("bf16"), "--incumbent", str(copied))
     assert code == 0 and line["identical"]
 
 
-def test_a_second_recording_must_be_bitwise_equal(capsys):
+@pytest.mark.parametrize("flag", ["again", "incumbent"])
+def test_a_recording_is_not_set_beside_itself(capsys, flag):
+    code, _, line = judged(capsys, "--candidate", bundled("bf16"), f"--{flag}", bundled("bf16"))
+    assert code == 3 and f"--{flag} and --candidate are the same recording" in line["error"]
+
+
+def test_what_could_not_be_judged_leaves_no_older_report(capsys, tmp_path):
+    out = ["--output_dir", str(tmp_path / "out")]
+    assert judged(capsys, "--candidate", bundled("chunk32"), *out)[0] == 0
+    assert (tmp_path / "out" / "junit.xml").exists()
+    assert judged(capsys, "--candidate", str(tmp_path / "none.zip"), *out)[0] == 3
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_second_recording_must_be_bitwise_equal(capsys, copied):
     flags = ["--candidate", bundled("bf16"), "--again"]
-    _, _, line = judged(capsys, *flags, bundled("bf16"))
+    _, _, line = judged(capsys, *flags, str(copied))
     assert not any("bitwise" in finding["text"] for finding in line["findings"])
     code, _, line = judged(capsys, *flags, bundled("chunk32"))
     assert code == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import judge_recordings as made
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 import kernjax
 from kernjax.base.errors import UserError
-from kernjax.judge import Outcome, calibrate, compare, judge
+from kernjax.judge import Band, Outcome, calibrate, compare, judge
 from kernjax.judge.comparison import PREFILL, Comparison
 from kernjax.judge.simulate import Corpus, Design, Effect
 from kernjax.judge.strata import manifest_differences
@@ -397,3 +398,44 @@ def test_a_directory_name_is_no_difference_between_the_same_weights():
     assert found == [("policy.name", "f32", "bf16")]
     names = [name for name, _, _ in manifest_differences({"model": model}, other)]
     assert names == ["model.name", "model.weights_sha256"]
+
+
+def late_nan(good: Comparison) -> Comparison:
+    """Not finite in every segment from some decode step on, as after a state has overflowed."""
+    finite, kl = good.finite.copy(), good.kl.copy()
+    for segment in np.unique(good.segment):
+        rows = np.flatnonzero((good.segment == segment) & (good.phase == 1))
+        finite[rows[4:]], kl[rows[4:]] = False, np.nan
+    return dataclasses.replace(good, finite=finite, kl=kl)
+
+
+def test_a_kernel_that_becomes_nan_while_decoding_fails(band, good):
+    verdict = judge(late_nan(good), band)
+    assert verdict.outcome is Outcome.FAIL and "not finite" in verdict.reason
+    judge(good, band, incumbent=late_nan(good))  # a broken incumbent is no crash
+
+
+def test_nan_in_isolation_fails_however_good_the_rest_is(band, good):
+    assert judge(good, band).outcome is Outcome.PASS
+    verdict = judge(good, band, isolated=late_nan(good))
+    assert verdict.outcome is Outcome.FAIL and "isolation" in verdict.reason
+
+
+def test_equal_to_the_incumbent_is_no_pass_for_what_is_not_reproducible(band, good):
+    again = dataclasses.replace(good, candidate_digest="other", kl=good.kl * 1.01)
+    assert judge(good, band, incumbent=good).outcome is Outcome.PASS
+    verdict = judge(good, band, incumbent=good, repeat=again)
+    assert verdict.outcome is Outcome.INCONCLUSIVE and "twice" in verdict.reason
+    lost = dataclasses.replace(late_nan(good), candidate_digest="other")
+    assert "finite in one only" in judge(good, band, repeat=lost).reason
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), None])
+def test_a_band_with_limits_that_are_no_numbers_is_refused(band, tmp_path, value):
+    path = tmp_path / "band.json"
+    band.save(path)
+    text = json.loads(path.read_text())
+    text["margins"]["confident_margin"] = value
+    path.write_text(json.dumps(text))
+    with pytest.raises(UserError, match="confident_margin"):
+        Band.load(path)

@@ -136,11 +136,25 @@ def test_kernels_of_one_file_are_equal_and_hashable(plug_in) -> None:
     assert first == second and hash(first) == hash(second)
 
 
-def test_a_function_that_is_jitted_or_imported_is_hashed_where_it_is_written(plug_in) -> None:
-    inner = plug_in("import jax\n" + PREFILL.format(result="o") + "prefill = jax.jit(prefill)\n")
-    outer = plug_in(f"from {inner} import prefill\n")
-    kernel = load_kernel(f"attention.prefill={outer}:prefill")
-    assert kernel.sha256 == hashlib.sha256(Path(f"{inner}.py").read_bytes()).hexdigest()
+def test_an_edit_of_any_file_behind_a_kernel_is_another_kernel(plug_in) -> None:
+    """The named module, the file of a jitted or made function, and what they import."""
+    makes = "def make(times):\n    def f(q, k, v, **rest):\n        return q * times * SCALE\n"
+    deep = plug_in("SCALE = 1\ndef scale():\n    return SCALE\n")
+    inner = plug_in(f"import {deep}\nfrom {deep} import SCALE\n{makes}    return f\n")
+    outer = plug_in(f"import jax\nfrom {inner} import make\nf = jax.jit(make(1))\n")
+
+    def sha256() -> str:
+        for name in (deep, inner, outer):
+            sys.modules.pop(name, None)
+        return load_kernel(f"attention.prefill={outer}:f").sha256
+
+    seen = [sha256()]
+    assert sha256() == seen[0]
+    for name in (outer, inner, deep):
+        with open(f"{name}.py", "a") as file:
+            file.write("# edited\n")
+        seen.append(sha256())
+    assert len(set(seen)) == 4
 
 
 def test_several_kernels(plug_in) -> None:

@@ -28,7 +28,7 @@ from kernjax.precision import (
 )
 from kernjax.precision.fields import Implementations, Value
 from kernjax.precision.sites import KINDS
-from pallas_kernels import attention
+from pallas_kernels import attention, delta_rule
 from pallas_kernels.formats import BF16, E4M3, E4M3_448, F32, Format
 from pallas_kernels.implementations import PLATFORM_DEFAULTS
 from pallas_kernels.ops import OPS
@@ -82,7 +82,8 @@ def test_a_field_sets_one_leaf_and_nothing_else(name: str) -> None:
 def test_implementations_are_those_of_the_ops() -> None:
     fields = {f.name.replace("_", ".") for f in dataclasses.fields(Implementations)}
     assert fields == {op.replace("_", ".") for op in OPS}
-    accepted = {*attention.PREFILL, *attention.DECODE, *sum(PLATFORM_DEFAULTS.values(), ())}
+    tables = (attention.PREFILL, attention.DECODE, delta_rule.RECURRENT)
+    accepted = {*(name for table in tables for name in table), *sum(PLATFORM_DEFAULTS.values(), ())}
     for name in accepted:
         policy = parse_policy(f"bf16,attention.decode.implementation={name}")
         assert policy.implementation("attention.decode") == name

@@ -168,6 +168,20 @@ class Band:
 
         A gate that was left out, or misspelt, would be a gate that nobody looks at.
         """
+        numbers = {
+            **{f"limit {key}": limit.allowed for key, limit in self.limits.items()},
+            **{
+                name: self.margins.get(name) for name in ("confident_margin", "largest_flip_margin")
+            },
+            "max_allowed_ratio": self.settings.get("max_allowed_ratio"),
+        }
+        for name, value in numbers.items():
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise UserError(
+                    f"The band's {name} is {value!r}.",
+                    "Expected a finite number.",
+                    "A band file is only ever written by kernjax.calibrate: calibrate again.",
+                )
         rows = self._predeclared
         expected = leave_one_out(self.segments, self.normals, rows)
         known = {row.key for row in rows}

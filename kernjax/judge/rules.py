@@ -36,7 +36,17 @@ def nonfinite(case: Case) -> tuple[Gate, list[Finding]]:
                 "precision.",
             )
         )
-    outcome = Outcome.FAIL if bad.size else Outcome.PASS
+    if case.isolated is not None and not case.isolated.finite.all():
+        alone = ~case.isolated.finite
+        findings.append(
+            Finding(
+                "fail",
+                f"In isolation, float32 with the change alone, {int(alone.sum())} of {alone.size} "
+                "rows hold values that are not finite.",
+                "The change itself computes them; production's own rounding may hide it.",
+            )
+        )
+    outcome = Outcome.FAIL if findings else Outcome.PASS
     gate = Gate(
         "nonfinite", "all", "count", float(bad.size), None, None, 0.0, outcome, len(c.segments)
     )
@@ -179,14 +189,22 @@ def run(case: Case) -> Iterator[Finding]:
             "seen.",
             "Check that the candidate's policy or kernel is the one that ran.",
         )
-    repeat = case.repeat
+    yield from repeatability(case)
+
+
+def repeatability(case: Case) -> Iterator[Finding]:
+    """The same candidate twice must be the same bits: true whatever else is known of it."""
+    c, repeat = case.comparison, case.repeat
     if repeat is not None and repeat.candidate_digest != c.candidate_digest:
         change = np.abs(repeat.kl - c.kl)
+        lost = np.isnan(repeat.kl) != np.isnan(c.kl)
+        largest = float(np.max(change, initial=0.0, where=~np.isnan(change)))
         yield Finding(
             "inconclusive",
             "The same candidate recorded twice is not bitwise equal: "
-            f"{int(np.sum(change > 0))} of {change.size} rows differ in KL, by at most "
-            f"{np.nanmax(change):.3g} nats.",
+            f"{int(np.sum((change > 0) | lost))} of {change.size} rows differ in KL, by at most "
+            f"{largest:.3g} nats"
+            + (f", and {int(lost.sum())} are finite in one only." if lost.any() else "."),
             "Find the nondeterminism first: atomics, uninitialised memory, batch composition.",
         )
 

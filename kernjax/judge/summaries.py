@@ -153,18 +153,23 @@ def ratio_statistics(subject: Summary, normals: Sequence[Summary]) -> dict[str, 
         "geometric": _log_ratio(subject, normals, "mean_log", "level"),
     }
     result["excess"] = _excess(result["geometric"])
-    if "early" in subject.mean_log:
+
+    def both_have(mean: str, *names: str) -> bool:
+        """A producer lacks a group where none of its rows is finite."""
+        return all(name in getattr(s, mean) for s in (subject, *normals) for name in names)
+
+    if both_have("mean_log", "early", "late"):
         halves = [_log_ratio(subject, normals, "mean_log", name) for name in ("early", "late")]
         result["step"] = _excess(halves[1]) - _excess(halves[0])
         result["late"] = halves[1]
     for name in ("edge_window", "edge_document", "edge_chunk"):
-        if name in subject.log_mean:
+        if both_have("log_mean", name):
             result[name] = _log_ratio(subject, normals, "log_mean", name)
     if "self" in subject.log_mean:
         result["self"] = subject.log_mean["self"] - np.log(
             2.0 * np.mean([np.exp(normal.log_mean["level"]) for normal in normals], axis=0)
         )
-    if "last" in subject.mean_log:
+    if both_have("mean_log", "last"):
         result["last"] = _log_ratio(subject, normals, "mean_log", "last")
     result["tail"] = subject.tail_change - np.mean([n.tail_change for n in normals], axis=0)
     return result

@@ -164,6 +164,7 @@ def _judged(case: Case, band_name: str) -> Verdict:
                 "Make sure, under 'what differs', that the changed kernel is the one that ran.",
             )
         )
+        findings += rules.repeatability(case)
     else:
         findings += rules.run(case)
         thin, thin_segments = rules.coverage(case)

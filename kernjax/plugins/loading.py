@@ -6,18 +6,22 @@ import importlib
 import inspect
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from kernjax.base.errors import UserError
-from kernjax.base.hashing import sha256_file
+from kernjax.base.hashing import sha256_bytes, sha256_file
 from kernjax.plugins.kernel import Kernel, one_line, signature
 from kernjax.precision.fields import LayerPolicy, nearest
 from kernjax.precision.grammar import parse_layers
 from kernjax.precision.policy import spans_text
 from kernjax.precision.sites import kind_of
 from pallas_kernels.ops import OPS
+
+_OURS = ("kernjax", "pallas_kernels")
 
 _FORM = "A kernel is named OP=module:function, e.g. attention.prefill=my_package.my_module:prefill."
 
@@ -59,7 +63,7 @@ def load_kernel(spec: str) -> Kernel:
     function = _function(spec, module, attribute)
     _check_signature(spec, op, function)
     spans = parse_layers(f"--kernel {spec}", layers) if at else ()
-    return Kernel(op, name, function, sha256_file(_source_file(spec, module, function)), spans)
+    return Kernel(op, name, function, _source_hash(spec, module, function), spans)
 
 
 def check_policy(kernels: Mapping[str, Kernel], policy: LayerPolicy) -> None:
@@ -174,16 +178,43 @@ def _short_call(op: str, positional: list[str], keywords: list[str]) -> str:
     return f"{op} is called as f({', '.join([*positional, *(f'{k}=' for k in keywords)])})"
 
 
-def _source_file(spec: str, module: ModuleType, function: Callable[..., Any]) -> str:
-    """The file that defines the function; of a function without one, that of its module."""
-    try:
-        path = inspect.getsourcefile(inspect.unwrap(function))
-    except TypeError:
-        path = None
-    path = path or getattr(module, "__file__", None)
-    if path is None:
-        raise UserError(
-            f"--kernel {spec}: there is no file whose hash could identify it.",
-            "A kernel is a Python function in a module's file.",
-        )
-    return path
+def _source_hash(spec: str, module: ModuleType, function: Callable[..., Any]) -> str:
+    """sha256 of the source behind a kernel: an edit of it is another kernel.
+
+    One file: its hash. Otherwise of all hashes: the named module, the file that defines the
+    function, and what these import from outside the installed packages, in the order of names.
+    """
+    files: dict[str, str] = {}
+    waiting = [module, inspect.getmodule(inspect.unwrap(function))]
+    while waiting:
+        found = waiting.pop()
+        path = getattr(found, "__file__", None)
+        if found is None or path is None or found.__name__ in files or _is_installed(path):
+            continue
+        if found is not module and found.__name__.partition(".")[0] in _OURS:
+            continue  # the manifest's commit says which
+        files[found.__name__] = sha256_file(path)
+        for value in vars(found).values():
+            if isinstance(value, ModuleType):
+                waiting.append(value)
+            else:
+                waiting.append(sys.modules.get(str(getattr(value, "__module__", ""))))
+    if not files:
+        # An installed kernel: its own file says which.
+        path = getattr(module, "__file__", None)
+        if path is None:
+            raise UserError(
+                f"--kernel {spec}: there is no file whose hash could identify it.",
+                "A kernel is a Python function in a module's file.",
+            )
+        return sha256_file(path)
+    if len(files) == 1:
+        return next(iter(files.values()))
+    return sha256_bytes(*(f"{name} {files[name]}\n".encode() for name in sorted(files)))
+
+
+def _is_installed(path: str) -> bool:
+    """Whether a file belongs to Python or an installed package: known by its version."""
+    places = {sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+    resolved = Path(path).resolve()
+    return any(place and resolved.is_relative_to(Path(place).resolve()) for place in places)

@@ -136,7 +136,10 @@ def _number(zero_allowed: bool) -> Callable[[str], float]:
 
 _DOT = _choice("highest", "default")
 # The file names of pallas_kernels' backends; an op that lacks one says so when it is asked for it.
-_IMPLEMENTATION = _choice("auto", "reference", "xla", "mosaic_tpu", "mosaic_gpu")
+_IMPLEMENTATION = _choice(
+    "auto", "reference", "xla", "mosaic_tpu", "mosaic_tpu_interpret", "mosaic_gpu",
+    "mosaic_gpu_interpret",
+)  # fmt: skip
 _NOT_FORMATS: dict[str, Callable[[str], Value]] = {
     "attention.row_sum": _choice("unrounded", "rounded"),
     "attention.rescale_threshold": _number(zero_allowed=True),

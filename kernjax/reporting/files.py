@@ -75,6 +75,15 @@ def check_writable(output_dir: str | os.PathLike[str]) -> None:
         raise _cannot(folder, error) from error
 
 
+def remove_files(output_dir: str | os.PathLike[str]) -> None:
+    """Removes the report of an earlier run: what cannot be judged now must not look judged."""
+    for name in (VERDICT_FILE, TEXT_FILE, MARKDOWN_FILE, JUNIT_FILE, PAGE_FILE, FIGURES_FILE):
+        try:
+            (Path(output_dir) / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise _cannot(Path(output_dir), error) from error
+
+
 def write_together(folder: Path, texts: Mapping[str, str]) -> list[Path]:
     """Writes the files; all lie complete on the disk before the first takes its name."""
     staged: list[tuple[Path, Path]] = []

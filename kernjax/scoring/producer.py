@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from kernjax import __version__
 from kernjax.base.errors import UserError
-from kernjax.base.hashing import sha256_file
+from kernjax.base.hashing import sha256_bytes, sha256_file
 from kernjax.model import Decoder, ModelConfig, plan_execution
 from kernjax.model.params import abstract_params, leaves, tree_of
 from kernjax.plugins import Kernel, check_called, check_layers, check_policy
@@ -239,29 +239,25 @@ def device_name() -> str:
 
 @functools.cache
 def commit() -> str | None:
-    """The git commit of the code that runs, `-dirty` when files differ; None outside a checkout."""
+    """The git commit of the code that runs, with `-dirty` and a hash of the difference where files
+    differ; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:
-        return subprocess.run(
-            [
-                "git",
-                "-C",
-                str(root),
-                "describe",
-                "--always",
-                "--dirty",
-                "--abbrev=40",
-                "--exclude=*",
-            ],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=20,
-        ).stdout.strip()
+        said = _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        said = said.decode().strip()
+        if said.endswith("-dirty"):
+            # Two states of a tree that differ are two producers.
+            said += "-" + sha256_bytes(_git(root, "diff", "HEAD"))[:12]
     except (OSError, subprocess.SubprocessError):
         return None
+    return said
+
+
+def _git(root: Path, *words: str) -> bytes:
+    command = ["git", "-C", str(root), *words]
+    return subprocess.run(command, capture_output=True, check=True, timeout=20).stdout
 
 
 def check_tokenizer(producer: Producer, corpus: Corpus, tokenizer_sha256: str | None) -> None:

@@ -14,7 +14,7 @@ WATCHED = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 
 
 def races_found(call: Callable[[], Any] | None = None) -> bool:
-    """Whether `call`, or the last interpreted kernel, raced: jax 0.12 raises, older jax notes it."""
+    """Whether `call`, or the last interpreted kernel, raced: jax 0.12 raises, older jax notes it"""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     try:
