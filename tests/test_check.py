@@ -12,7 +12,7 @@ import pytest
 from instrument import last_line, run
 
 from kernjax import calibrate, check, load_recording, report, reporting
-from kernjax.base.resources import demo_recording
+from kernjax.base.resources import data_dir, demo_recording
 
 NORMALS = ("bf16", "chunk32", "chunk128", "block256", "p_f32", "row_sum_rounded")
 
@@ -57,6 +57,25 @@ def test_the_incumbents_own_bits_pass_as_identical(capsys, copied):
 def test_a_recording_is_not_set_beside_itself(capsys, flag):
     code, _, line = judged(capsys, "--candidate", bundled("bf16"), f"--{flag}", bundled("bf16"))
     assert code == 3 and f"--{flag} and --candidate are the same recording" in line["error"]
+
+
+def test_the_mistake_itself_is_named_not_the_reference_it_lacks(capsys, tmp_path):
+    code, _, line = judged(capsys, "--policy", "fp8_scaled", "--model", str(tmp_path))
+    assert code == 3 and "has no config.json" in line["error"]
+    manifest = data_dir("corpora") / "demo.toml"
+    damaged = manifest.read_text().replace('sha256 = "', 'sha256 = "0', 1)
+    (tmp_path / "demo.toml").write_text(damaged)
+    shutil.copy(manifest.with_suffix(".npz"), tmp_path)
+    flags = ["--policy", "fp8_scaled", "--corpus", str(tmp_path / "demo.toml")]
+    code, _, line = judged(capsys, *flags)
+    assert code == 3 and "sha256" in line["error"]
+
+
+def test_a_cut_zip_is_called_that(capsys, tmp_path):
+    cut = tmp_path / "cut.zip"
+    cut.write_bytes(Path(bundled("chunk32")).read_bytes()[:20000])
+    code, _, line = judged(capsys, "--candidate", str(cut))
+    assert code == 3 and "cut short" in line["error"] and "Copy it again" in line["error"]
 
 
 def test_what_could_not_be_judged_leaves_no_older_report(capsys, tmp_path):

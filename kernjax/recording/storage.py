@@ -37,6 +37,9 @@ def storage_errors(action: str, where: str) -> Iterator[None]:
             todo = "Free space there, or choose another place, and run the same command again."
         elif "permission" in lowered or "unauthenticated" in lowered:
             todo = "Check the permissions or credentials, and run the same command again."
+        elif "zip" in lowered:
+            reason += " (the file was cut short or damaged, or is no zip)"
+            todo = "Copy it again from where it came, or record it anew."
         else:
             todo = "Check the path and that its storage is reachable."
         raise UserError(f"Could not {action} {where}: {reason}.", todo=todo) from error

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kernjax.base.errors import UserError
 from kernjax.base.resources import demo_recording, model_directory
+from kernjax.model import ModelConfig
 from kernjax.plugins import Kernel
 from kernjax.precision import Policy
 from kernjax.recording import Recording, load_recording
@@ -31,6 +32,11 @@ def default_band(model: str, corpus: str) -> str:
 def _bundled(model: str, corpus: str, what: str, name: str) -> str:
     path = demo_recording(name)
     if model != "demo" or not path.exists():
+        # What is wrong with the model or the corpus comes first: it is what the user mistyped.
+        directory = model_directory(model)
+        ModelConfig.from_directory(directory)
+        if Path(corpus).is_file():
+            load_corpus(corpus, directory if (directory / "tokenizer.json").is_file() else None)
         raise UserError(
             f"--{what} is missing, and there is none bundled for --model={model}"
             f" --corpus={corpus}.",
