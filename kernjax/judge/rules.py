@@ -65,12 +65,13 @@ def confident_flips(case: Case) -> tuple[Gate, list[Finding]]:
         segments = np.unique(c.segment[rows]).size
         fails = segments >= 2 or bool(c.margin[rows[0]] > far)
         outcome = Outcome.FAIL if fails else Outcome.INCONCLUSIVE
-        # The same token may have flipped in decode and in rescoring.
-        places = dict.fromkeys((int(c.segment[row]), int(c.pos[row])) for row in rows)
+        # A token may have flipped in decode and in rescoring: its largest margin comes first.
+        places: dict[tuple[int, int], float] = {}
+        for row in rows:
+            places.setdefault((int(c.segment[row]), int(c.pos[row])), float(c.margin[row]))
         listed = "; ".join(
-            f"{c.segments[segment].id} at {pos}, margin"
-            f" {c.margin[rows[(c.segment[rows] == segment) & (c.pos[rows] == pos)]].max():.3g}"
-            for segment, pos in list(places)[:_LISTED]
+            f"{c.segments[segment].id} at {pos}, margin {margin:.3g}"
+            for (segment, pos), margin in list(places.items())[:_LISTED]
         )
         findings.append(
             Finding(

@@ -134,19 +134,20 @@ def manifest_differences(
     A model's name is that of its directory: where the weights are the same it says nothing.
     """
     result = []
-    hashes = ("weights_sha256", "config_sha256")
-    same_weights = all(name in reference for name in hashes) and all(
-        reference[name] == candidate.get(name) for name in hashes
-    )
     for key in sorted(set(reference) | set(candidate)):
         if not prefix and key in ("segments", "reference", "schema_version", "extras"):
             continue
-        if prefix == "model." and key == "name" and same_weights:
-            continue
         name = f"{prefix}{key}"
+        if name == "model.name" and _same_weights(reference, candidate):
+            continue
         ours, theirs = reference.get(key), candidate.get(key)
         if isinstance(ours, dict) and isinstance(theirs, dict):
             result += manifest_differences(ours, theirs, f"{name}.")
         elif ours != theirs:
             result.append((name, str(ours), str(theirs)))
     return result
+
+
+def _same_weights(ours: Any, theirs: Any) -> bool:
+    hashes = ("weights_sha256", "config_sha256")
+    return all(name in ours and ours[name] == theirs.get(name) for name in hashes)
