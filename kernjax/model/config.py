@@ -22,6 +22,11 @@ from kernjax.base.errors import UserError
 LINEAR = "linear_attention"
 FULL = "full_attention"
 
+# Stacks of layers that have the same parameters, and the kind of their mixer.
+STACKS = {"linear": LINEAR, "full": FULL, "linear_moe": LINEAR, "full_moe": FULL}
+
+SOFTMAX, SIGMOID = "softmax", "sigmoid"
+
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -39,6 +44,48 @@ _ONLY_VALUES: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
     "use_sliding_window": (False, None),
 }
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts in place of the MLP; every layer that has one has the same.
+
+    - num_experts E, experts_per_token k, expert_size F: width inside one expert.
+    - scoring: of the router's logits, "softmax" or "sigmoid"; correction_bias: whether a bias per
+      expert is added to the scores for the choice (not for the weights); normalise: whether the
+      chosen weights are divided by their sum; scaling: of the weights, last.
+    - float32_router: logits and weights are float32 whatever the activations are.
+    - shared_size: width of the expert that every token goes through (0: none); shared_gate: whether
+      a sigmoid scales it.
+    - latent_size: width W on which routed experts run, projected down and up (None: hidden_size);
+      latent_norm: an RMSNorm of their weighted sum.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    scoring: str = SOFTMAX
+    correction_bias: bool = False
+    normalise: bool = True
+    scaling: float = 1.0
+    float32_router: bool = False
+    shared_size: int = 0
+    shared_gate: bool = False
+    latent_size: int | None = None
+    latent_norm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.experts_per_token > self.num_experts:
+            raise UserError(
+                f"Inconsistent model config: num_experts_per_tok={self.experts_per_token}, but"
+                f" num_experts={self.num_experts}.",
+                "Expected each token to go to at most as many experts as there are.",
+            )
+        if self.scoring not in (SOFTMAX, SIGMOID):
+            raise UserError(
+                f"The router's scores come from an unknown function, {self.scoring!r}.",
+                f"Implemented: {SOFTMAX} and {SIGMOID}.",
+            )
 
 
 @dataclass(frozen=True)
@@ -72,6 +119,8 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     dtype: str
+    moe: MoEConfig | None = None
+    moe_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_consistent(self)
@@ -100,6 +149,25 @@ class ModelConfig:
     def full_layers(self) -> tuple[int, ...]:
         """Indices of the attention layers."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind == FULL)
+
+    @property
+    def layer_stacks(self) -> tuple[str, ...]:
+        """The stack (a key of `STACKS`) of every layer."""
+        short = {kind: name for name, kind in reversed(STACKS.items())}
+        return tuple(
+            short[kind] + ("_moe" if layer in self.moe_layers else "")
+            for layer, kind in enumerate(self.layer_types)
+        )
+
+    @property
+    def stacks(self) -> dict[str, tuple[int, ...]]:
+        """The layers of every stack that this model has, in order."""
+        of_layer = self.layer_stacks
+        return {
+            name: tuple(layer for layer, other in enumerate(of_layer) if other == name)
+            for name in STACKS
+            if name in of_layer
+        }
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> ModelConfig:

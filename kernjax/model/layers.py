@@ -6,13 +6,18 @@ value in the model's dtype; a policy with float32 activations makes all of these
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from kernjax.precision import LayerPolicy
 from pallas_kernels.formats import BF16, round_to, store
+
+# (gate, up, policy) -> hidden: how a gated MLP joins its two projections, stored as activations.
+Glu: TypeAlias = Callable[[jax.Array, jax.Array, LayerPolicy], jax.Array]
 
 
 def linear(x: jax.Array, weight: jax.Array, policy: LayerPolicy) -> jax.Array:
@@ -54,14 +59,24 @@ def silu(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(x)
 
 
-def gated_mlp(
-    x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, policy: LayerPolicy
-) -> jax.Array:
-    """SwiGLU: down(silu(gate(x)) * up(x)); x [B, T, D], gate and up [D, F], down [F, D]."""
-    r = rounder(policy)
-    hidden = r(silu(linear(x, gate, policy).astype(jnp.float32)))
-    hidden = store(hidden * linear(x, up, policy).astype(jnp.float32), policy.activations)
-    return linear(hidden, down, policy)
+def swiglu(gate: jax.Array, up: jax.Array, policy: LayerPolicy) -> jax.Array:
+    """silu(gate) * up, both factors and the product rounded to activations."""
+    hidden = rounder(policy)(silu(gate.astype(jnp.float32)))
+    return store(hidden * up.astype(jnp.float32), policy.activations)
+
+
+class MLP(nnx.Module):
+    """Weights of a gated MLP: gate and up [D, F], down [F, D] (leading axes when stacked)."""
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        self.gate = nnx.Param(params["gate"])
+        self.up = nnx.Param(params["up"])
+        self.down = nnx.Param(params["down"])
+
+    def __call__(self, x: jax.Array, policy: LayerPolicy, glu: Glu = swiglu) -> jax.Array:
+        """down(glu(gate(x), up(x))) of x [..., D]."""
+        gate, up = linear(x, self.gate[...], policy), linear(x, self.up[...], policy)
+        return linear(glu(gate, up, policy), self.down[...], policy)
 
 
 def rounder(policy: LayerPolicy) -> Callable[[jax.Array], jax.Array]:
