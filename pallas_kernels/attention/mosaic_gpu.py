@@ -60,6 +60,11 @@ def attention(
     _refuse(q, k, v, formats, tiles)
     operands = prepare(q, k, v, scale, k_scale, v_scale, formats, tiles, ROWS)
     _refuse_operands(operands)
+    if not hasattr(plgpu, "store"):
+        raise NotImplementedError(
+            f"mosaic_gpu attention: jax {jax.__version__} cannot store in a layout of choice;"
+            " install jax 0.12 or newer (Python 3.12 or newer), or use 'xla'."
+        )
     return operands.unpack(_call(operands, q_offset, kv_length, formats, tiles, interpret))
 
 

@@ -95,6 +95,14 @@ def test_refused_tiles():
             mosaic_gpu.attention(*case[:3], tiles=tiles, **rest)
 
 
+@pytest.mark.skipif(hasattr(plgpu, "store"), reason="this jax is new enough")
+def test_refuses_a_jax_that_is_too_old():
+    case = with_formats(make(73, B=1, T=2, S=80, N=2, G=1, H=64, Hv=64))
+    rest = {name: getattr(case, name) for name in case._fields[3:]}
+    with pytest.raises(NotImplementedError, match=r"jax 0\..* install jax 0\.12"):
+        mosaic_gpu.attention(*case[:3], **rest)
+
+
 def test_table_entry_refuses_a_cpu():
     case = make(74, T=2, S=20)
     with pytest.raises(NotImplementedError, match=r"compute capability 9.0 .*'cpu'"):
