@@ -19,7 +19,15 @@ from kernjax.base.errors import UserError
 from kernjax.model.config import ModelConfig
 from kernjax.model.params import abstract_params, leaves, random_params
 from kernjax.weights import load, load_params, save_hf, sources, weights_sha256
-from kernjax.weights.layouts import AsIs, Depthwise, HeadPart, Transposed
+from kernjax.weights.layouts import (
+    AsIs,
+    Depthwise,
+    ExpertRows,
+    HeadPart,
+    Interleaved,
+    Transposed,
+    read,
+)
 from kernjax.weights.names import expected_shapes, is_skipped, resolve
 from kernjax.weights.safetensors_files import TensorEntry
 
@@ -379,6 +387,10 @@ def test_progress_counts_what_is_read(saved, monkeypatch) -> None:
         (Depthwise(), (6, 4)),
         (HeadPart(0, 3), (5, 12)),
         (HeadPart(1, 3), (5, 12)),
+        (Interleaved(3, 7, ((0, 2), (2, 2), (4, 2))), (5, 18)),
+        (Interleaved(4, 7, ((6, 1),)), (6, 4)),
+        (ExpertRows(0, 8), (6, 5, 4)),
+        (ExpertRows(4, 8), (6, 5, 4)),
     ],
     ids=str,
 )
@@ -389,10 +401,22 @@ def test_layouts_read_any_rectangle_of_what_they_wrote(layout, shape) -> None:
     assert np.count_nonzero(hf) == value.size
     for rows in [(0, shape[0]), (1, 3), (2, 2)]:
         for columns in [(0, shape[1]), (1, 4), (2, 3)]:
-            index = (slice(*rows), slice(*columns))
-            assert np.array_equal(layout.read(hf, index), value[index])
-            region, inside = layout.region(index)
-            assert np.array_equal(layout.read(hf[region], inside), value[index])
+            for rest in [[]] if len(shape) == 2 else [[slice(0, 4)], [slice(1, 3)]]:
+                index = (slice(*rows), slice(*columns), *rest)
+                assert np.array_equal(read(layout, hf, index), value[index])
+
+
+def test_interleaved_rows_lie_where_qwen3_next_has_them() -> None:
+    """Two key heads, each with its query, key, two value heads and their gates: by hand."""
+    first, second = "q0 q0 k0 k0 v0 v1 z0 z1", "q1 q1 k1 k1 v2 v3 z2 z3"
+    hf = np.array(f"{first} {second}".split())[:, None]
+
+    def rows(*spans: tuple[int, int]) -> str:
+        layout = Interleaved(2, 8, spans)
+        return " ".join(read(layout, hf, (slice(0, 1), slice(0, 2 * sum(w for _, w in spans))))[0])
+
+    assert rows((0, 2), (2, 2), (4, 2)) == "q0 q0 q1 q1 k0 k0 k1 k1 v0 v1 v2 v3"
+    assert rows((6, 2)) == "z0 z1 z2 z3"
 
 
 def test_a_saved_model_is_as_readable_as_any_new_file(saved) -> None:

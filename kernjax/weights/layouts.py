@@ -7,6 +7,7 @@ in whatever memory order the file has: jax transposes on transfer six times fast
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,17 +22,26 @@ class Layout(Protocol):
         """The HF tensor's shape for a parameter of `shape` (one layer's, unstacked)."""
         ...
 
-    def read(self, hf: np.ndarray, index: Index) -> np.ndarray:
-        """parameter[index] out of the HF tensor; slices have explicit bounds and no step."""
+    def region(self, index: Index) -> tuple[Index, Index]:
+        """(r, i) such that parameter[index] is take(hf[r], i): what has to be decoded to read it.
+
+        Slices have explicit bounds and no step.
+        """
         ...
 
-    def region(self, index: Index) -> tuple[Index, Index]:
-        """(r, i) such that read(hf, index) is read(hf[r], i): what has to be decoded to read it."""
+    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
+        """Of a region of the HF tensor what was asked for, in the parameter's own order of axes."""
         ...
 
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:
         """Puts the whole parameter into its place in the HF tensor."""
         ...
+
+
+def read(layout: Layout, hf: np.ndarray, index: Index) -> np.ndarray:
+    """parameter[index] out of the whole HF tensor."""
+    region, inside = layout.region(index)
+    return layout.take(hf[region], inside)
 
 
 def _from_zero(index: Index) -> Index:
@@ -45,8 +55,8 @@ class AsIs:
     def hf_shape(self, shape: Shape) -> Shape:
         return shape
 
-    def read(self, hf: np.ndarray, index: Index) -> np.ndarray:
-        return hf[index]
+    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
+        return block[inside]
 
     def region(self, index: Index) -> tuple[Index, Index]:
         return index, _from_zero(index)
@@ -62,8 +72,8 @@ class Transposed:
     def hf_shape(self, shape: Shape) -> Shape:
         return shape[::-1]
 
-    def read(self, hf: np.ndarray, index: Index) -> np.ndarray:
-        return hf.T[index]
+    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
+        return block.T[inside]
 
     def region(self, index: Index) -> tuple[Index, Index]:
         return index[::-1], _from_zero(index)
@@ -79,8 +89,8 @@ class Depthwise:
     def hf_shape(self, shape: Shape) -> Shape:
         return (shape[0], 1, shape[1])
 
-    def read(self, hf: np.ndarray, index: Index) -> np.ndarray:
-        return hf[:, 0][index]
+    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
+        return block[:, 0][inside]
 
     def region(self, index: Index) -> tuple[Index, Index]:
         return (index[0], slice(0, 1), index[1]), _from_zero(index)
@@ -112,14 +122,11 @@ class HeadPart:
         """The first head that the parameter's `rows` touch, and the one after the last."""
         return rows.start // self.head_dim, -(-rows.stop // self.head_dim)
 
-    def read(self, hf: np.ndarray, index: Index) -> np.ndarray:
-        columns, rows = index
-        first, last = self._span(rows)
-        block = self._heads(hf)[first:last, :, columns]
-        block = block.reshape((last - first) * self.head_dim, block.shape[-1])
-        offset = first * self.head_dim
-        block = block[rows.start - offset : rows.stop - offset]
-        return block.T
+    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
+        columns, rows = inside
+        heads = self._heads(block)[:, :, columns]
+        flat = heads.reshape(len(heads) * self.head_dim, heads.shape[-1])
+        return flat[rows].T
 
     def region(self, index: Index) -> tuple[Index, Index]:
         """Both parts of the heads: they alternate, and a device that holds one holds the other."""
@@ -133,3 +140,66 @@ class HeadPart:
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:
         heads = self._heads(hf)
         heads[...] = value.T.reshape(heads.shape)
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """Rows of a Linear in `groups` of `size`, of which some belong to the parameter.
+
+    A group is a key head with all that goes with it. `spans` are the parameter's (offset, width)
+    within a group; its columns are those of the first span, of all groups, then of the next.
+    """
+
+    groups: int
+    size: int
+    spans: tuple[tuple[int, int], ...]
+
+    def hf_shape(self, shape: Shape) -> Shape:
+        return (self.groups * self.size, shape[0])
+
+    def region(self, index: Index) -> tuple[Index, Index]:
+        """All groups: spans are far apart in the parameter, and a device needs some of each."""
+        columns, rows = index
+        return (slice(0, self.groups * self.size), columns), (_from_zero((columns,))[0], rows)
+
+    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
+        columns, rows = inside
+        pieces = []
+        for start, span in self._spans(block[:, columns]):
+            flat = span.reshape(span.shape[0] * span.shape[1], span.shape[2])
+            pieces.append(flat[max(0, rows.start - start) : max(0, rows.stop - start)])
+        return np.concatenate(pieces).T
+
+    def write(self, hf: np.ndarray, value: np.ndarray) -> None:
+        for start, span in self._spans(hf):
+            span[...] = value.T[start : start + span.shape[0] * span.shape[1]].reshape(span.shape)
+
+    def _spans(self, hf: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """The first column of the parameter that a span has, and its rows [groups, width, in]."""
+        start = 0
+        for offset, width in self.spans:
+            by_group = hf.reshape(self.groups, self.size, hf.shape[1])
+            yield start, by_group[:, offset : offset + width]
+            start += self.groups * width
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """One stack of Linears, [E, rows, in]: ours, [E, in, out], are rows from `start` of each."""
+
+    start: int
+    rows: int
+
+    def hf_shape(self, shape: Shape) -> Shape:
+        return (shape[0], self.rows, shape[1])
+
+    def region(self, index: Index) -> tuple[Index, Index]:
+        experts, columns, rows = index
+        moved = slice(self.start + rows.start, self.start + rows.stop)
+        return (experts, moved, columns), _from_zero(index)
+
+    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
+        return block.transpose(0, 2, 1)[inside]
+
+    def write(self, hf: np.ndarray, value: np.ndarray) -> None:
+        hf[:, self.start : self.start + value.shape[2]] = value.transpose(0, 2, 1)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kernjax.weights.layouts import Index, Layout
+from kernjax.weights.layouts import Index, Layout, read
 from kernjax.weights.quantisation import Scheme
 from kernjax.weights.safetensors_files import READABLE, TensorEntry
 
@@ -72,7 +72,7 @@ class Plain:
 
     def read(self, layout: Layout, index: Index, dtype: np.dtype) -> np.ndarray:
         if self.nbytes <= _BAND_BYTES:
-            values = layout.read(self.tensor.array(), index)
+            values = read(layout, self.tensor.array(), index)
             result = np.empty_like(values, dtype=dtype, order="K")  # not the mapped file itself
             _convert(values, result)
             return result
@@ -88,7 +88,7 @@ class Plain:
 
         step = max(1, _BAND_BYTES * self.shape[0] // self.nbytes)
         _by_bands(fill, rows, step)
-        return layout.read(block, inside)
+        return layout.take(block, inside)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Quantised:
             block[start - rows.start : stop - rows.start] = values
 
         _by_bands(fill, rows, self.scheme.rows_at_once)
-        return layout.read(block, inside)
+        return layout.take(block, inside)
 
 
 def _by_bands(fill: Callable[[int, int], None], rows: slice, step: int) -> None:
