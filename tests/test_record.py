@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import filecmp
+import json
+import resource
 import shutil
 
 import numpy as np
@@ -11,6 +13,7 @@ from instrument import LAYERS, last_line, run
 from tiny import make_corpus, write_checkpoint
 
 from kernjax import load_recording, record
+from kernjax.base.errors import UserError
 from kernjax.scoring import recorder
 from kernjax.texts import load_corpus, write_corpus
 
@@ -63,6 +66,34 @@ def test_the_batch_that_was_missing_is_recorded_again(instrument, tmp_path, monk
     assert run(record_check(), "--candidate", str(out), "--reference", str(instrument.reference),
                "--band", "none.json") == 3  # fmt: skip
     capsys.readouterr()
+    assert instrument.record(record, "--out", str(out)) == 0
+    assert last_line(capsys)["identity"] == load_recording(instrument.reference).identity
+
+
+def test_a_disk_that_fills_up(instrument, tmp_path, monkeypatch, capsys):
+    """Exit 3 in one sentence, nothing that looks whole; with room again the same command goes on."""
+    out, written = tmp_path / "full", []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    write = recorder.RecordingWriter.write
+
+    def write_until_full(self, index, rows, extras=None):
+        if len(written) == 4:
+            # No file may grow past this: writing then fails as on a full disk.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (256, limits[1]))
+        written.append(index)
+        return write(self, index, rows, extras)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder.RecordingWriter, "write", write_until_full)
+        try:
+            assert instrument.record(record, "--out", str(out)) == 3
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    assert "Could not write segment" in json.loads(printed.out.splitlines()[-1])["error"]
+    with pytest.raises(UserError, match="8 of 12 segments are missing"):
+        load_recording(out)
     assert instrument.record(record, "--out", str(out)) == 0
     assert last_line(capsys)["identity"] == load_recording(instrument.reference).identity
 
