@@ -71,7 +71,7 @@ def test_the_batch_that_was_missing_is_recorded_again(instrument, tmp_path, monk
 
 
 def test_a_disk_that_fills_up(instrument, tmp_path, monkeypatch, capsys):
-    """Exit 3 in one sentence, nothing that looks whole; with room again the same command goes on."""
+    """Exit 3 in one sentence, nothing that looks whole; with room again the same goes on."""
     out, written = tmp_path / "full", []
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     write = recorder.RecordingWriter.write
