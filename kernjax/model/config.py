@@ -1,7 +1,8 @@
 """The architecture of a checkpoint, read from its HF `config.json`; nothing is guessed.
 
 Known `model_type`s: `qwen3_5` (the multimodal wrapper; its `text_config` is read) and
-`qwen3_5_text`: dense hybrids of gated delta net and gated attention (Qwen3.5, 3.6, 3.8).
+`qwen3_5_text`: dense hybrids of gated delta net and gated attention (Qwen3.5, 3.6, 3.8);
+`qwen3_5_moe` (wrapper), `qwen3_5_moe_text` and `qwen3_next`: the same with mixtures of experts.
 
 The defaults of the transformers classes differ from the published values (hidden size, layers,
 heads, rope theta), so a needed field that is absent is an error that names it. A field that would
@@ -27,7 +28,11 @@ STACKS = {"linear": LINEAR, "full": FULL, "linear_moe": LINEAR, "full_moe": FULL
 
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
 
-MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
+QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"
+
+# Multimodal wrappers, and the model_type of the text_config inside.
+WRAPPERS = {"qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE}
+MODEL_TYPES = ("qwen3_5", QWEN3_5, "qwen3_5_moe", QWEN3_5_MOE, QWEN3_NEXT)
 CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
 
 # Fields that change what is computed, and their only values implemented here. Where a field is
@@ -39,10 +44,19 @@ _ONLY_VALUES: dict[str, tuple[Any, ...]] = {
     "output_gate_type": ("swish", "silu"),
     "mamba_ssm_dtype": ("float32",),
     "mlp_bias": (False, None),
-    "mlp_only_layers": ([], None),
-    "num_experts": (0, None),
     "sliding_window": (None,),
     "use_sliding_window": (False, None),
+}
+# The same, of mixtures of experts.
+_ONLY_VALUES_OF: dict[str, dict[str, tuple[Any, ...]]] = {
+    QWEN3_5: {"mlp_only_layers": ([], None), "num_experts": (0, None)},
+    QWEN3_5_MOE: {
+        "decoder_sparse_step": (1, None),
+        "mlp_only_layers": ([], None),
+        "norm_topk_prob": (True, None),
+        "scoring_func": (SOFTMAX, None),
+    },
+    QWEN3_NEXT: {"scoring_func": (SOFTMAX, None)},
 }
 
 
@@ -75,10 +89,10 @@ class MoEConfig:
     latent_norm: bool = False
 
     def __post_init__(self) -> None:
-        if self.experts_per_token > self.num_experts:
+        if not 1 <= self.experts_per_token <= self.num_experts:
             raise UserError(
-                f"Inconsistent model config: num_experts_per_tok={self.experts_per_token}, but"
-                f" num_experts={self.num_experts}.",
+                f"Inconsistent model config: {self.experts_per_token} experts a token, but"
+                f" {self.num_experts} experts.",
                 "Expected each token to go to at most as many experts as there are.",
             )
         if self.scoring not in (SOFTMAX, SIGMOID):
@@ -184,23 +198,21 @@ class ModelConfig:
                 f"Known: {', '.join(MODEL_TYPES)}.",
                 "Check that --model is a checkpoint of this family.",
             )
-        if model_type == "qwen3_5":
-            text = config.get("text_config")
-            if not isinstance(text, Mapping):
-                raise UserError(
-                    f"{artefact} of model_type 'qwen3_5' has no text_config object.",
-                    "The wrapper keeps the language model's fields in text_config.",
-                )
-            inner_type = text.get("model_type", "qwen3_5_text")
-            if inner_type != "qwen3_5_text":
-                raise UserError(
-                    f"{artefact}: text_config has model_type={inner_type!r}.",
-                    "Expected 'qwen3_5_text' inside a 'qwen3_5' wrapper.",
-                )
-            fields = _Fields(text, artefact, outer=config)
-        else:
-            fields = _Fields(config, artefact)
-        return _parse(fields)
+        if (inside := WRAPPERS.get(model_type)) is None:
+            return _parse(_Fields(config, artefact), model_type)
+        text = config.get("text_config")
+        if not isinstance(text, Mapping):
+            raise UserError(
+                f"{artefact} of model_type {model_type!r} has no text_config object.",
+                "The wrapper keeps the language model's fields in text_config.",
+            )
+        inner_type = text.get("model_type", inside)
+        if inner_type != inside:
+            raise UserError(
+                f"{artefact}: text_config has model_type={inner_type!r}.",
+                f"Expected {inside!r} inside a {model_type!r} wrapper.",
+            )
+        return _parse(_Fields(text, artefact, outer=config), inside)
 
 
 def read_config_json(directory: str | Path) -> dict[str, Any]:
@@ -274,8 +286,8 @@ class _Fields:
         return next(iter(found.values()), None)
 
 
-def _parse(fields: _Fields) -> ModelConfig:
-    for name, allowed in _ONLY_VALUES.items():
+def _parse(fields: _Fields, model_type: str) -> ModelConfig:
+    for name, allowed in (_ONLY_VALUES | _ONLY_VALUES_OF[model_type]).items():
         if name in fields.config and fields.config[name] not in allowed:
             raise UserError(
                 f"{fields.artefact}: {name}={fields.config[name]!r} is not implemented.",
@@ -295,13 +307,17 @@ def _parse(fields: _Fields) -> ModelConfig:
     num_layers = fields.whole("num_hidden_layers")
     head_dim = fields.whole("head_dim")
     theta, partial = _rope(fields)
+    moe, moe_layers = _moe(fields, model_type, num_layers)
     return ModelConfig(
-        model_type="qwen3_5_text",
+        model_type=model_type,
         vocab_size=fields.whole("vocab_size"),
         hidden_size=fields.whole("hidden_size"),
         num_layers=num_layers,
         layer_types=_layer_types(fields, num_layers),
-        intermediate_size=fields.whole("intermediate_size"),
+        # Without a layer that has it, mixtures' configs leave it out.
+        intermediate_size=(
+            0 if len(moe_layers) == num_layers else fields.whole("intermediate_size")
+        ),
         hidden_act="silu",
         num_heads=fields.whole("num_attention_heads"),
         num_kv_heads=fields.whole("num_key_value_heads"),
@@ -318,7 +334,46 @@ def _parse(fields: _Fields) -> ModelConfig:
         max_position_embeddings=fields.whole("max_position_embeddings"),
         tie_word_embeddings=tie,
         dtype=dtype,
+        moe=moe,
+        moe_layers=moe_layers,
     )
+
+
+def _moe(
+    fields: _Fields, model_type: str, num_layers: int
+) -> tuple[MoEConfig | None, tuple[int, ...]]:
+    """The mixture of experts and the layers that have it."""
+    if model_type == QWEN3_5 or (
+        model_type == QWEN3_NEXT and fields.config.get("num_experts") == 0
+    ):
+        return None, ()
+    layers, normalise = tuple(range(num_layers)), True
+    if model_type == QWEN3_NEXT:
+        step, dense = (
+            fields.whole("decoder_sparse_step"),
+            fields.config.get("mlp_only_layers") or [],
+        )
+        if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):
+            raise fields.error(f"mlp_only_layers={dense!r}", "a list of layer numbers")
+        layers = tuple(i for i in layers if i not in dense and (i + 1) % step == 0)
+        normalise = fields.config.get("norm_topk_prob")
+        if not isinstance(normalise, bool):
+            raise fields._bad("norm_topk_prob", normalise, "true or false")
+    experts, chosen = fields.whole("num_experts"), fields.whole("num_experts_per_tok")
+    if chosen > experts:
+        raise fields.error(
+            f"num_experts_per_tok={chosen}, but num_experts={experts}",
+            "a token to go to at most as many experts as there are",
+        )
+    moe = MoEConfig(
+        num_experts=experts,
+        experts_per_token=chosen,
+        expert_size=fields.whole("moe_intermediate_size"),
+        normalise=normalise,
+        shared_size=fields.whole("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    return (moe, layers) if layers else (None, ())
 
 
 def _rope(fields: _Fields) -> tuple[float, float]:

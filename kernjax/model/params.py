@@ -2,8 +2,8 @@
 
 `abstract_params(config)` is a nested dict of `ParamSpec`: loading, sharding, random initialisation,
 saving and planning walk it, so that no shape is written down twice and nothing is materialised to
-know one. Layers of one kind are stacked on a leading axis, in the order they occur, so that the
-decoder can scan them. A kind that does not occur has no subtree.
+know one. Layers with the same parameters are stacked on a leading axis, in the order they occur, so
+that the decoder can scan them. A stack that does not occur has no subtree.
 
 Dimensions: D hidden, F intermediate, N/G query/key-value heads of dim H, Hk/Hv key/value heads of
 the delta rule of dims K/V, C = 2*Hk*K + Hv*V channels (q, k, v in this order). Matrices are stored
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from kernjax.base.errors import UserError
-from kernjax.model.config import ModelConfig
+from kernjax.model.config import LINEAR, STACKS, ModelConfig
 
 LeafPath: TypeAlias = tuple[str, ...]
 Initializer: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
@@ -62,6 +62,11 @@ def _near_zero(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 def _near_one(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Plain norm weights."""
     return 1 + rng.standard_normal(shape, dtype=np.float32) * 0.1
+
+
+def _small(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Biases beside scores in 0..1."""
+    return rng.standard_normal(shape, dtype=np.float32) * 0.1
 
 
 def _depthwise(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -116,10 +121,12 @@ def abstract_params(config: ModelConfig) -> dict[str, Any]:
     }
     if not config.tie_word_embeddings:
         tree["lm_head"] = spec(embed, vocab)
-    if config.linear_layers:
-        tree["linear"] = _linear_layers(config)
-    if config.full_layers:
-        tree["full"] = _full_layers(config)
+    for name, layers in config.stacks.items():
+        axis = (len(layers), "layers")
+        mixer = _linear_mixer if STACKS[name] == LINEAR else _full_mixer
+        experts = layers[0] in config.moe_layers
+        mlp = {"moe": _moe(config, axis)} if experts else {"mlp": _mlp(config, axis)}
+        tree[name] = _norms(config, axis) | mlp | mixer(config, axis)
     return tree
 
 
@@ -147,28 +154,62 @@ def _spec_maker(config: ModelConfig) -> Callable[..., ParamSpec]:
     return spec
 
 
-def _shared_by_layers(config: ModelConfig, layers: tuple[int, str]) -> dict[str, Any]:
-    """What both kinds of layer have: two norms and the gated MLP."""
-    spec = _spec_maker(config)
-    width, embed = (config.hidden_size, None), (config.hidden_size, "embed")
-    mlp = (config.intermediate_size, "mlp")
+def _norms(config: ModelConfig, layers: tuple[int, str]) -> dict[str, Any]:
+    """What every layer has beside its mixer and its MLP."""
+    spec, width = _spec_maker(config), (config.hidden_size, None)
     return {
         "input_norm": spec(layers, width, init=_near_zero, f32=True),
         "post_norm": spec(layers, width, init=_near_zero, f32=True),
-        "mlp": {
-            "gate": spec(layers, embed, mlp),
-            "up": spec(layers, embed, mlp),
-            "down": spec(layers, mlp, embed),
-        },
     }
 
 
-def _linear_layers(config: ModelConfig) -> dict[str, Any]:
-    spec = _spec_maker(config)
-    layers, embed = (len(config.linear_layers), "layers"), (config.hidden_size, "embed")
+def _mlp(config: ModelConfig, layers: tuple[int, str], size: int | None = None) -> dict[str, Any]:
+    """A gated MLP of width `size` (None: intermediate_size)."""
+    spec, embed = _spec_maker(config), (config.hidden_size, "embed")
+    mlp = (config.intermediate_size if size is None else size, "mlp")
+    return {
+        "gate": spec(layers, embed, mlp),
+        "up": spec(layers, embed, mlp),
+        "down": spec(layers, mlp, embed),
+    }
+
+
+def _moe(config: ModelConfig, layers: tuple[int, str]) -> dict[str, Any]:
+    """A mixture of experts, named as in `kernjax.model.moe`."""
+    spec, moe = _spec_maker(config), config.moe
+    assert moe is not None
+    embed, one = (config.hidden_size, "embed"), (1, None)
+    experts, inner = (moe.num_experts, "expert"), (moe.expert_size, "expert_mlp")
+    # Not sharded: every device that computes an expert needs the whole of its inputs.
+    width = (moe.latent_size or config.hidden_size, None)
+    tree: dict[str, Any] = {
+        # float32: small, and its rounding decides whole experts.
+        "router": spec(layers, embed, experts, f32=True),
+        "experts": {
+            "gate": spec(layers, experts, width, inner),
+            "up": spec(layers, experts, width, inner),
+            "down": spec(layers, experts, inner, width),
+        },
+    }
+    if moe.correction_bias:
+        tree["correction"] = spec(layers, experts, init=_small, f32=True)
+    if moe.shared_size:
+        tree["shared"] = _mlp(config, layers, moe.shared_size)
+    if moe.shared_gate:
+        tree["shared_gate"] = spec(layers, embed, one)
+    if moe.latent_size:
+        tree["latent_down"] = spec(layers, embed, width)
+        tree["latent_up"] = spec(layers, width, embed)
+    if moe.latent_norm:
+        tree["latent_norm"] = spec(layers, width, init=_near_one, f32=True)
+    return tree
+
+
+def _linear_mixer(config: ModelConfig, layers: tuple[int, str]) -> dict[str, Any]:
+    spec, embed = _spec_maker(config), (config.hidden_size, "embed")
     qkv, value = (config.conv_channels, "linear_qkv"), (config.value_size, "linear_heads")
     heads = (config.linear_value_heads, "linear_heads")
-    return _shared_by_layers(config, layers) | {
+    return {
         "qkv": spec(layers, embed, qkv),
         "z": spec(layers, embed, value),
         "b": spec(layers, embed, heads),
@@ -181,13 +222,12 @@ def _linear_layers(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _full_layers(config: ModelConfig) -> dict[str, Any]:
-    spec = _spec_maker(config)
-    layers, embed = (len(config.full_layers), "layers"), (config.hidden_size, "embed")
+def _full_mixer(config: ModelConfig, layers: tuple[int, str]) -> dict[str, Any]:
+    spec, embed = _spec_maker(config), (config.hidden_size, "embed")
     heads = (config.num_heads * config.head_dim, "heads")
     kv_heads = (config.num_kv_heads * config.head_dim, "kv_heads")
     head_dim = (config.head_dim, None)
-    return _shared_by_layers(config, layers) | {
+    return {
         "q": spec(layers, embed, heads),
         "gate": spec(layers, embed, heads),
         "k": spec(layers, embed, kv_heads),
@@ -203,7 +243,7 @@ def stacked_layers(config: ModelConfig, path: LeafPath) -> tuple[int, ...] | Non
 
     >>> stacked_layers(config, ("full", "q"))    # (3, 7, 11, ...)
     """
-    return {"linear": config.linear_layers, "full": config.full_layers}.get(path[0])
+    return config.stacks.get(path[0])
 
 
 def leaves(tree: Mapping[str, Any], prefix: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]]:

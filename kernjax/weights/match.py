@@ -13,7 +13,7 @@ import numpy as np
 
 from kernjax.base.errors import UserError
 from kernjax.model.config import ModelConfig, read_config_json
-from kernjax.weights.names import LM_HEAD, expected_shapes, is_skipped, resolve
+from kernjax.weights.names import LM_HEAD, expected_shapes, experts_in, is_skipped, resolve
 from kernjax.weights.quantisation import Scheme, read_scheme
 from kernjax.weights.safetensors_files import (
     READABLE,
@@ -42,8 +42,8 @@ def text_tensors(directory: str | Path, config: ModelConfig) -> dict[str, Source
     directory = Path(directory)
     checkpoint = open_checkpoint(directory)
     scheme = read_scheme(read_config_json(directory), f"{directory}/config.json")
-    expected = expected_shapes(config)
     found = {name: t for name, t in checkpoint.tensors.items() if not is_skipped(name)}
+    expected = expected_shapes(config, experts_in(found, config))
     if scheme is None:
         _refuse_undeclared(checkpoint, found)
     prefix = resolve(expected, {_weight_of(name)[0] for name in found})

@@ -2,19 +2,32 @@
 
 Names here are canonical: as below `model.` of a text-only checkpoint, `lm_head.weight` at the top
 (transformers `Qwen3_5ForCausalLM`). `resolve` finds the prefix that a published file has.
+
+Experts lie in files in two ways, and `experts_in` says in which: stacked (`experts.gate_up_proj`
+[E, 2F, D] and `experts.down_proj` [E, D, F]) or one by one (`experts.7.gate_proj.weight` [F, D]).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kernjax.model.config import ModelConfig
+from kernjax.model.config import FULL, LINEAR, QWEN3_NEXT, STACKS, ModelConfig
 from kernjax.model.params import LeafPath, ParamSpec, abstract_params, leaves, stacked_layers
-from kernjax.weights.layouts import AsIs, Depthwise, HeadPart, Layout, Transposed
+from kernjax.weights.layouts import (
+    AsIs,
+    Depthwise,
+    ExpertRows,
+    HeadPart,
+    Interleaved,
+    Layout,
+    Transposed,
+)
 
 LM_HEAD = "lm_head.weight"
+STACKED, ONE_BY_ONE = "stacked", "one by one"
 
 _AS_IS, _TRANSPOSED = AsIs(), Transposed()
 
@@ -29,6 +42,11 @@ _EVERY_LAYER: dict[LeafPath, tuple[str, Layout]] = {
     ("mlp", "gate"): ("mlp.gate_proj.weight", _TRANSPOSED),
     ("mlp", "up"): ("mlp.up_proj.weight", _TRANSPOSED),
     ("mlp", "down"): ("mlp.down_proj.weight", _TRANSPOSED),
+    ("moe", "router"): ("mlp.gate.weight", _TRANSPOSED),
+    ("moe", "shared", "gate"): ("mlp.shared_expert.gate_proj.weight", _TRANSPOSED),
+    ("moe", "shared", "up"): ("mlp.shared_expert.up_proj.weight", _TRANSPOSED),
+    ("moe", "shared", "down"): ("mlp.shared_expert.down_proj.weight", _TRANSPOSED),
+    ("moe", "shared_gate"): ("mlp.shared_expert_gate.weight", _TRANSPOSED),
 }
 _LINEAR: dict[LeafPath, tuple[str, Layout]] = _EVERY_LAYER | {
     ("qkv",): ("linear_attn.in_proj_qkv.weight", _TRANSPOSED),
@@ -41,6 +59,60 @@ _LINEAR: dict[LeafPath, tuple[str, Layout]] = _EVERY_LAYER | {
     ("norm",): ("linear_attn.norm.weight", _AS_IS),
     ("out",): ("linear_attn.out_proj.weight", _TRANSPOSED),
 }
+
+
+def _linear(config: ModelConfig) -> dict[LeafPath, tuple[str, Layout]]:
+    """Qwen3-Next fuses the projections of x, group by group: a key head and its value heads."""
+    if config.model_type != QWEN3_NEXT:
+        return _LINEAR
+    groups = config.linear_key_heads
+    heads = config.linear_value_heads // groups
+    key, value = config.linear_key_dim, heads * config.linear_value_dim
+
+    def qkvz(*spans: tuple[int, int]) -> tuple[str, Layout]:
+        layout = Interleaved(groups, 2 * key + 2 * value, spans)
+        return "linear_attn.in_proj_qkvz.weight", layout
+
+    def ba(*spans: tuple[int, int]) -> tuple[str, Layout]:
+        return "linear_attn.in_proj_ba.weight", Interleaved(groups, 2 * heads, spans)
+
+    return _LINEAR | {
+        ("qkv",): qkvz((0, key), (key, key), (2 * key, value)),
+        ("z",): qkvz((2 * key + value, value)),
+        ("b",): ba((0, heads)),
+        ("a",): ba((heads, heads)),
+    }
+
+
+def _experts(config: ModelConfig, experts: str) -> dict[LeafPath, tuple[str, Layout]]:
+    """Names with `{expert}` are of one expert each."""
+    if config.moe is None:
+        return {}
+    if experts == ONE_BY_ONE:
+        return {
+            ("moe", "experts", part): (f"mlp.experts.{{expert}}.{part}_proj.weight", _TRANSPOSED)
+            for part in ("gate", "up", "down")
+        }
+    size, width = config.moe.expert_size, config.hidden_size
+    return {
+        ("moe", "experts", "gate"): ("mlp.experts.gate_up_proj", ExpertRows(0, 2 * size)),
+        ("moe", "experts", "up"): ("mlp.experts.gate_up_proj", ExpertRows(size, 2 * size)),
+        ("moe", "experts", "down"): ("mlp.experts.down_proj", ExpertRows(0, width)),
+    }
+
+
+def usual_experts(config: ModelConfig) -> str:
+    """How transformers writes the experts of this model."""
+    return ONE_BY_ONE if config.model_type == QWEN3_NEXT else STACKED
+
+
+def experts_in(names: Iterable[str], config: ModelConfig) -> str:
+    """How a checkpoint with these tensors holds its experts."""
+    names = list(names)
+    if any(re.search(r"\.experts\.\d+\.", name) for name in names):
+        return ONE_BY_ONE
+    stacked = any(name.endswith((".experts.gate_up_proj", ".experts.down_proj")) for name in names)
+    return STACKED if stacked else usual_experts(config)
 
 
 def _full(config: ModelConfig) -> dict[LeafPath, tuple[str, Layout]]:
@@ -65,39 +137,52 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Leaf:
-    """One parameter and where its values come from: a part per layer, or one part if unstacked."""
+    """One parameter and where its values come from.
+
+    The leading axes `stack` of the parameter, none, (layers,) or (layers, experts), count the
+    parts, the last one fastest.
+    """
 
     path: LeafPath
     spec: ParamSpec
     parts: tuple[Part, ...]
-    stacked: bool
+    stack: tuple[int, ...]
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """The shape of one layer."""
-        return self.spec.shape[1:] if self.stacked else self.spec.shape
+        """The shape of what one part holds."""
+        return self.spec.shape[len(self.stack) :]
 
 
-def table(config: ModelConfig) -> list[Leaf]:
-    """Every parameter of `config` with its HF tensors, in the order of `abstract_params`."""
-    kinds = {"linear": _LINEAR, "full": _full(config)}
+def table(config: ModelConfig, experts: str | None = None) -> list[Leaf]:
+    """Every parameter of `config` with its HF tensors, in the order of `abstract_params`.
+
+    `experts`: how they lie in the file, None as transformers writes them.
+    """
+    mlp = _experts(config, experts or usual_experts(config))
+    kinds = {LINEAR: _linear(config) | mlp, FULL: _full(config) | mlp}
     result = []
     for path, spec in leaves(abstract_params(config)):
         layers = stacked_layers(config, path)
         if layers is None:
             name, layout = _TOP[path]
-            parts: tuple[Part, ...] = (Part(name, layout, layout.hf_shape(spec.shape)),)
+            names, stack = [name], ()
         else:
-            suffix, layout = kinds[path[0]][path[1:]]
-            shape = layout.hf_shape(spec.shape[1:])
-            parts = tuple(Part(f"layers.{layer}.{suffix}", layout, shape) for layer in layers)
-        result.append(Leaf(path, spec, parts, stacked=layers is not None))
+            suffix, layout = kinds[STACKS[path[0]]][path[1:]]
+            names, stack = [f"layers.{layer}.{suffix}" for layer in layers], (len(layers),)
+            if "{expert}" in suffix:
+                every = range(spec.shape[1])
+                names = [n.replace("{expert}", str(expert)) for n in names for expert in every]
+                stack = spec.shape[:2]
+        shape = layout.hf_shape(spec.shape[len(stack) :])
+        parts = tuple(Part(name, layout, shape) for name in names)
+        result.append(Leaf(path, spec, parts, stack))
     return result
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: ModelConfig, experts: str | None = None) -> dict[str, tuple[int, ...]]:
     """Canonical name -> HF shape of every tensor a checkpoint of `config` must hold."""
-    return {part.name: part.hf_shape for leaf in table(config) for part in leaf.parts}
+    return {part.name: part.hf_shape for leaf in table(config, experts) for part in leaf.parts}
 
 
 class Prefix(NamedTuple):

@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from kernjax.base.errors import UserError
-from kernjax.model.config import ModelConfig
+from kernjax.model.config import WRAPPERS, ModelConfig
 from kernjax.model.params import leaves, weight_dtype
 from kernjax.weights.names import PREFIXES, table
 from kernjax.weights.safetensors_files import SINGLE, capped
@@ -25,18 +25,18 @@ def save_hf(
     directory: str | Path,
     dtype: str | DTypeLike | None = None,
 ) -> None:
-    """Writes `config` (an HF config.json of type qwen3_5_text) and `params` to `directory`.
+    """Writes `config` (an HF config.json of a text model) and `params` to `directory`.
 
     `dtype` None writes every tensor in the parameter's own dtype, and `load_params` gives the same
     bits back; otherwise all tensors, norms included, are rounded to it (as published checkpoints
-    are). One `model.safetensors`, names as `Qwen3_5ForCausalLM` has them. The whole model is held
+    are). One `model.safetensors`, names as its transformers class has them. The whole model is held
     on the host once. Files appear whole, the weights first: an interrupted save is not loadable.
     """
     parsed = ModelConfig.from_dict(config)
-    if config["model_type"] != "qwen3_5_text":
+    if (inside := WRAPPERS.get(config["model_type"])) is not None:
         raise UserError(
             f"A checkpoint of model_type {config['model_type']!r} cannot be written.",
-            "Expected 'qwen3_5_text': the wrapper has a vision tower, which these parameters lack.",
+            f"Expected {inside!r}: the wrapper has a vision tower, which these parameters lack.",
         )
     if config.get("quantization_config"):
         raise UserError(
@@ -52,13 +52,14 @@ def save_hf(
         values = np.asarray(by_path[leaf.path])
         if dtype is not None:
             values = values.astype(weight_dtype(dtype))
-        for layer, part in enumerate(leaf.parts):
+        values = values.reshape(len(leaf.parts), *leaf.part_shape)
+        for one, part in zip(values, leaf.parts, strict=True):
             name = prefix.full(part.name)
             if name not in tensors:
                 tensors[name] = np.zeros(part.hf_shape, values.dtype)
             elif tensors[name].dtype != values.dtype:
                 raise ValueError(f"parameters that share {name} differ in dtype")
-            part.layout.write(tensors[name], values[layer] if leaf.stacked else values)
+            part.layout.write(tensors[name], one)
 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
