@@ -10,7 +10,8 @@ from flax import nnx
 from tiny import CONFIG
 
 from kernjax.model import Decoder, ModelConfig, forward, init_cache, logits, plan_execution
-from kernjax.model.decoder import FULL, LINEAR, repeating_unit
+from kernjax.model.config import FULL, LINEAR
+from kernjax.model.decoder import repeating_unit
 from kernjax.model.params import random_params
 from kernjax.precision import parse_policy
 
@@ -75,17 +76,20 @@ def test_padding_leaves_no_trace():
 
 
 @pytest.mark.parametrize(
-    "pattern, unit, repeats",
+    "head, unit, repeats, tail",
     [
-        ((LINEAR, LINEAR, LINEAR, FULL) * 4, 4, 4),
-        ((FULL,) * 5, 1, 5),
-        ((LINEAR, FULL, FULL), 3, 1),
-        ((LINEAR, FULL) * 3 + (LINEAR,), 2, 3),
-        ((LINEAR,), 1, 1),
+        ("", "LLLF", 4, ""),
+        ("", "F", 5, ""),
+        ("", "LFF", 1, ""),
+        ("", "LF", 3, "L"),
+        ("", "L", 1, ""),
+        # Kimi K3: the first layer is dense, and the last two attend.
+        ("dLL", "FLLL", 22, "FF"),
     ],
 )
-def test_repeating_unit(pattern, unit, repeats):
-    assert repeating_unit(pattern) == (pattern[:unit], repeats)
+def test_repeating_unit(head, unit, repeats, tail):
+    layers = tuple(head + unit * repeats + tail)
+    assert repeating_unit(layers) == (tuple(head), tuple(unit), repeats, tuple(tail))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ output is multiplied by sigmoid(gate) before the output projection.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,20 +14,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from kernjax.model.cache import Cache
 from kernjax.model.config import ModelConfig
-from kernjax.model.delta_net import MLP
 from kernjax.model.execution import LayerPlan
 from kernjax.model.layers import linear, rms_norm, rotary_angles, rotate, rounder
 from pallas_kernels.formats import Format, as_bits, store
 
 
-class AttentionLayer(nnx.Module):
-    """Parameters of one attention layer, or of a stack (leading axis), named as in `params.py`."""
+class Attention(nnx.Module):
+    """Parameters of one attention mixer, or of a stack (leading axis), named as in `params.py`."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
-        self.input_norm = nnx.Param(params["input_norm"])
-        self.post_norm = nnx.Param(params["post_norm"])
-        self.mlp = MLP(params["mlp"])
         self.q = nnx.Param(params["q"])
         self.gate = nnx.Param(params["gate"])
         self.k = nnx.Param(params["k"])
@@ -38,45 +36,20 @@ class AttentionLayer(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        keys: jax.Array,
-        values: jax.Array,
+        cache: Cache,
         index: jax.Array,
-        start: jax.Array,
         count: jax.Array,
         plan: LayerPlan,
         config: ModelConfig,
         decode: bool,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Mixer and MLP with their residuals.
+    ) -> tuple[jax.Array, Cache]:
+        """(mixed [B, T, D], new cache) of normed x [B, T, D]; `index`: this layer in the cache.
 
-        x [B, T, D]; keys and values [layers, B, S, G, H], of which this layer owns row `index`;
-        start int32 []: tokens already cached; count int32 []: real tokens of x. Returns the new x
-        and both caches with x's keys and values written at `start`.
+        x's keys and values are written at `cache.length`; count int32 []: real tokens of x.
         """
-        policy, r = plan.policy, rounder(plan.policy)
-        hidden = rms_norm(x, self.input_norm[...], config.rms_norm_eps, policy)
-        mixed, keys, values = self.mixer(
-            hidden, keys, values, index, start, count, plan, config, decode
-        )
-        x = r(x.astype(jnp.float32) + mixed.astype(jnp.float32))
-        hidden = rms_norm(x, self.post_norm[...], config.rms_norm_eps, policy)
-        return x + self.mlp(hidden, policy).astype(jnp.float32), keys, values
-
-    def mixer(
-        self,
-        x: jax.Array,
-        keys: jax.Array,
-        values: jax.Array,
-        index: jax.Array,
-        start: jax.Array,
-        count: jax.Array,
-        plan: LayerPlan,
-        config: ModelConfig,
-        decode: bool,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The token mixer alone, on normed x; shapes as in `__call__`."""
         policy, r, eps = plan.policy, rounder(plan.policy), config.rms_norm_eps
         batch, time, _ = x.shape
+        start = cache.length
         positions = start + jnp.arange(time, dtype=jnp.int32)[None, :]
         angles = rotary_angles(positions, config.rotary_dim, config.rope_theta)
 
@@ -87,8 +60,8 @@ class AttentionLayer(nnx.Module):
         q, k = rotate(q, angles, policy), rotate(k, angles, policy)
 
         kv = policy.kv_cache
-        keys = write_cache(keys, _stored(k, kv.k_scale, kv.k), index, start)
-        values = write_cache(values, _stored(v, kv.v_scale, kv.v), index, start)
+        keys = write_cache(cache.keys, _stored(k, kv.k_scale, kv.k), index, start)
+        values = write_cache(cache.values, _stored(v, kv.v_scale, kv.v), index, start)
         o = plan.attend(
             "attention.decode" if decode else "attention.prefill",
             q,
@@ -101,7 +74,8 @@ class AttentionLayer(nnx.Module):
         )
         gate = r(jax.nn.sigmoid(linear(x, self.gate[...], policy).astype(jnp.float32)))
         o = r(o).reshape(batch, time, -1) * gate
-        return linear(store(o, policy.activations), self.o[...], policy), keys, values
+        cache = dataclasses.replace(cache, keys=keys, values=values)
+        return linear(store(o, policy.activations), self.o[...], policy), cache
 
 
 def _stored(x: jax.Array, scale: float, fmt: Format) -> jax.Array:

@@ -57,3 +57,13 @@ def init_cache(config: ModelConfig, execution: Execution, batch: int, capacity: 
         state=jnp.zeros((linear, batch, *state_shape), jnp.float32),
         length=jnp.zeros((), jnp.int32),
     )
+
+
+def row(stack: jax.Array, index: jax.Array) -> jax.Array:
+    """stack[index]."""
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+
+
+def put_row(stack: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+    """`stack` with `value`, in its dtype, at `index`."""
+    return jax.lax.dynamic_update_index_in_dim(stack, value.astype(stack.dtype), index, 0)

@@ -1,39 +1,39 @@
 """The hybrid decoder: embedding, layers scanned by kind, final norm, logits.
 
-The pattern of layers is cut into a unit that repeats (three GDN layers and one attention layer,
-say); runs of one kind inside the unit are scanned, and so are the repeats, so that each kind of
-layer is compiled once whatever the depth. Layers whose plan differs (a policy or a kernel on some
-layers only) become branches of one `lax.switch`.
+Layers with the same parameters are a stack. Their pattern is cut into a unit that repeats (three
+GDN layers and one attention layer, say) and what lies before and after; runs of one stack inside
+the unit are scanned, and so are the repeats, so that what is compiled does not grow with depth.
+Layers whose plan differs (a policy or a kernel on some layers only) become branches of one
+`lax.switch`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kernjax.model.attention import AttentionLayer
-from kernjax.model.cache import Cache
-from kernjax.model.config import ModelConfig
-from kernjax.model.delta_net import DeltaNetLayer
-from kernjax.model.execution import Execution
+from kernjax.model.cache import Cache, row
+from kernjax.model.config import STACKS, ModelConfig
+from kernjax.model.execution import Execution, LayerPlan
+from kernjax.model.layer import DecoderLayer
 from kernjax.model.layers import dot, rms_norm
 from pallas_kernels.formats import round_to, store
 
-LINEAR, FULL = "linear_attention", "full_attention"
-
 
 class Decoder(nnx.Module):
-    """Weights of the whole model: embed [vocab, D], two stacks of layers, norms, output matrix.
+    """Weights of the whole model: embed [vocab, D], stacks of layers, norms, output matrix.
 
     Built from the parameter tree of `kernjax.model.params` (arrays, or shapes under
-    `nnx.eval_shape`); `lm_head` is None where it is tied to the embedding.
+    `nnx.eval_shape`); `lm_head` is None where it is tied to the embedding, a stack where the model
+    has no such layer.
     """
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Any]) -> None:
@@ -41,8 +41,12 @@ class Decoder(nnx.Module):
         self.embed = nnx.Param(params["embed"])
         self.final_norm = nnx.Param(params["final_norm"])
         self.lm_head = None if config.tie_word_embeddings else nnx.Param(params["lm_head"])
-        self.linear = DeltaNetLayer(params["linear"]) if LINEAR in config.layer_types else None
-        self.full = AttentionLayer(params["full"]) if FULL in config.layer_types else None
+
+        def stack(name: str) -> DecoderLayer | None:
+            return DecoderLayer(STACKS[name], params[name]) if name in config.stacks else None
+
+        self.linear, self.full = stack("linear"), stack("full")
+        self.linear_moe, self.full_moe = stack("linear_moe"), stack("full_moe")
 
 
 def forward(
@@ -71,14 +75,11 @@ def forward(
     stream_dtype = execution.container(lambda policy: policy.activations)
     x = store(decoder.embed[...][tokens], execution.top.activations).astype(stream_dtype)
 
-    stacks = {
-        LINEAR: None if decoder.linear is None else nnx.split(decoder.linear),
-        FULL: None if decoder.full is None else nnx.split(decoder.full),
-    }
-    executions = (execution, *variants)
-    step = _layer_step(config, executions, which, stacks, cache.length, count, decode, capture)
+    step = _Layers(decoder, count, decode, capture).step(
+        _stack_plans(config, (execution, *variants)), which, _cache_rows(config), cache.length
+    )
     carry = (x, cache.keys, cache.values, cache.conv, cache.state)
-    carry, captured = _run_pattern(config.layer_types, step, carry)
+    carry, captured = _run_pattern(config.layer_stacks, step, carry)
     x, keys, values, conv, state = carry
     hidden = rms_norm(x, decoder.final_norm[...], config.rms_norm_eps, execution.top)
     return hidden, Cache(keys, values, conv, state, cache.length + count), captured
@@ -92,12 +93,12 @@ def logits(decoder: Decoder, hidden: jax.Array, execution: Execution) -> jax.Arr
 
 def one_layer(config: ModelConfig, kind: str) -> ModelConfig:
     """The config of a model with a single layer of `kind`: whose cache `run_layer` takes."""
-    return dataclasses.replace(config, num_layers=1, layer_types=(kind,))
+    return dataclasses.replace(config, num_layers=1, layer_types=(kind,), moe_layers=())
 
 
 def run_layer(
     decoder: Decoder,
-    kind: str,
+    stack: str,
     index: jax.Array,
     x: jax.Array,
     cache: Cache,
@@ -105,16 +106,20 @@ def run_layer(
     *,
     decode: bool = False,
 ) -> tuple[jax.Array, Cache]:
-    """One layer by itself: the `index`-th of its kind on x [B, T, D], under `execution.layers[0]`.
+    """One layer by itself: the `index`-th of its stack on x [B, T, D], under `execution.layers[0]`.
 
     `cache` is that of `one_layer`, with room for T more tokens; returns the new x and cache.
     """
-    graph, params = nnx.split(decoder.linear if kind == LINEAR else decoder.full)
-    stack = {kind: (graph, jax.tree.map(lambda leaf: _at(leaf, index)[None], params))}
-    count, config = jnp.int32(x.shape[1]), one_layer(decoder.config, kind)
-    step = _layer_step(config, (execution,), None, stack, cache.length, count, decode, None)
+    count = jnp.int32(x.shape[1])
+    plans = {
+        stack: _Plans(
+            [execution.layers[0]], np.zeros((1, len(decoder.config.stacks[stack])), np.int32)
+        )
+    }
+    rows = {stack: np.zeros(len(decoder.config.stacks[stack]), np.int32)}
+    step = _Layers(decoder, count, decode, None).step(plans, None, rows, cache.length)
     carry = (x, cache.keys, cache.values, cache.conv, cache.state)
-    (y, keys, values, conv, state), _ = step(kind, jnp.int32(0), carry)
+    (y, keys, values, conv, state), _ = step(stack, index, carry)
     return y, Cache(keys, values, conv, state, cache.length + count)
 
 
@@ -122,122 +127,151 @@ Carry = tuple[jax.Array, ...]
 Step = Callable[[str, jax.Array, Carry], tuple[Carry, jax.Array | None]]
 
 
-def _layer_step(
-    config: ModelConfig,
-    executions: Sequence[Execution],
-    which: jax.Array | None,
-    stacks: Mapping[str, Any],
-    start: jax.Array,
-    count: jax.Array,
-    decode: bool,
-    capture: jax.Array | None,
-) -> Step:
-    """A function (kind, index among its kind, carry) -> (carry, captured)."""
-    at = {
-        kind: np.asarray([i for i, k in enumerate(config.layer_types) if k == kind], np.int32)
-        for kind in (LINEAR, FULL)
+class _Plans(NamedTuple):
+    """The different plans of a stack's layers, and which of them int32 [executions, layers] has."""
+
+    distinct: list[LayerPlan]
+    table: np.ndarray
+
+
+def _stack_plans(config: ModelConfig, executions: Sequence[Execution]) -> dict[str, _Plans]:
+    def of(layers: tuple[int, ...]) -> _Plans:
+        plans = [[execution.layers[layer] for layer in layers] for execution in executions]
+        distinct = list(dict.fromkeys(itertools.chain(*plans)))
+        table = [[distinct.index(plan) for plan in ours] for ours in plans]
+        return _Plans(distinct, np.asarray(table, np.int32))
+
+    return {name: of(layers) for name, layers in config.stacks.items()}
+
+
+def _cache_rows(config: ModelConfig) -> dict[str, np.ndarray]:
+    """int32 [layers] of every stack: their rows in the cache, which has one a layer of a kind."""
+    kinds = config.layer_types
+    return {
+        name: np.asarray([kinds[:layer].count(kinds[layer]) for layer in layers], np.int32)
+        for name, layers in config.stacks.items()
     }
-    plans = {
-        kind: _distinct([[execution.layers[i] for i in at[kind]] for execution in executions])
-        for kind in (LINEAR, FULL)
-    }
 
-    def run(kind: str, plan: Any, layer: Any, index: jax.Array, carry: Carry) -> Carry:
-        x, keys, values, conv, state = carry
-        if kind == LINEAR:
-            y, new_conv, new_state = layer(
-                x, _at(conv, index), _at(state, index), count, plan, config, decode
-            )
-            conv = _put(conv, new_conv, index)
-            state = _put(state, new_state, index)
-        else:
-            y, keys, values = layer(x, keys, values, index, start, count, plan, config, decode)
-        return store(y, plan.policy.activations).astype(x.dtype), keys, values, conv, state
 
-    def step(kind: str, index: jax.Array, carry: Carry):
-        graph, params = stacks[kind]
-        layer = nnx.merge(graph, jax.tree.map(lambda leaf: _at(leaf, index), params))
-        distinct, table = plans[kind]
-        branches = [
-            lambda operands, plan=plan: run(kind, plan, layer, index, operands) for plan in distinct
-        ]
-        if len(branches) == 1:
-            carry = branches[0](carry)
-        else:
-            variant = 0 if which is None else which[at[kind]][index]
-            carry = jax.lax.switch(jnp.asarray(table)[variant, index], branches, carry)
-        seen = None if capture is None else carry[0][:, capture].astype(jnp.float32)
-        return carry, seen
+class _Layers:
+    """The decoder's stacks, and what one call does with every layer of them."""
 
-    return step
+    def __init__(
+        self, decoder: Decoder, count: jax.Array, decode: bool, capture: jax.Array | None
+    ) -> None:
+        self._config = decoder.config
+        self._halves = {name: nnx.split(getattr(decoder, name)) for name in self._config.stacks}
+        self._count, self._decode, self._capture = count, decode, capture
+
+    def step(
+        self,
+        plans: Mapping[str, _Plans],
+        which: jax.Array | None,
+        rows: Mapping[str, np.ndarray],
+        start: jax.Array,
+    ) -> Step:
+        """A function (stack, index in it, carry) -> (carry, captured), after `start` tokens."""
+
+        def run(name: str, index: jax.Array, carry: Carry) -> tuple[Carry, jax.Array | None]:
+            graph, params = self._halves[name]
+            layer = nnx.merge(graph, jax.tree.map(lambda leaf: row(leaf, index), params))
+            at = _looked_up(rows[name], index)
+            distinct, table = plans[name]
+            branches = [functools.partial(self._run, layer, at, start, plan) for plan in distinct]
+            if len(branches) == 1:
+                carry = branches[0](carry)
+            else:
+                numbers = np.asarray(self._config.stacks[name], np.int32)
+                variant = 0 if which is None else which[numbers][index]
+                carry = jax.lax.switch(jnp.asarray(table)[variant, index], branches, carry)
+            capture = self._capture
+            return carry, None if capture is None else carry[0][:, capture].astype(jnp.float32)
+
+        return run
+
+    def _run(
+        self, layer: DecoderLayer, at: jax.Array, start: jax.Array, plan: LayerPlan, carry: Carry
+    ) -> Carry:
+        x, *kept = carry
+        y, cache = layer(x, Cache(*kept, start), at, self._count, plan, self._config, self._decode)
+        y = store(y, plan.policy.activations).astype(x.dtype)
+        return y, cache.keys, cache.values, cache.conv, cache.state
+
+
+def _looked_up(table: np.ndarray, index: jax.Array) -> jax.Array:
+    """table[index]; without a table where it is the identity."""
+    identity = np.array_equal(table, np.arange(len(table)))
+    return index if identity else jnp.asarray(table)[index]
 
 
 def _run_pattern(
-    layer_types: tuple[str, ...], step: Step, carry: Carry
+    layers: tuple[str, ...], step: Step, carry: Carry
 ) -> tuple[Carry, jax.Array | None]:
-    """Runs every layer in order; captured values come back in layer order."""
-    unit, repeats = repeating_unit(layer_types)
-    per_unit = {kind: unit.count(kind) for kind in (LINEAR, FULL)}
+    """Runs every layer, named by its stack, in order; captured values come back in layer order."""
+    pattern = repeating_unit(layers)
+    seen: list[jax.Array | None] = []
 
-    def run_unit(repeat: jax.Array, layers: tuple[str, ...], carry: Carry):
-        seen, position = [], {LINEAR: 0, FULL: 0}
-        for kind, group in itertools.groupby(layers):
-            length, first = len(list(group)), position[kind]
-
-            def body(carry, offset, kind=kind, first=first):
-                index = repeat * per_unit[kind] + first + offset
-                return step(kind, index, carry)
-
-            carry, out = jax.lax.scan(body, carry, jnp.arange(length, dtype=jnp.int32))
-            position[kind] += length
+    def run_part(part: tuple[str, ...], before: Mapping[str, jax.Array], carry: Carry):
+        """`part` of the layers, with `before` layers of each stack before it."""
+        seen, position = [], dict(before)
+        for name, group in itertools.groupby(part):
+            length, first = len(list(group)), position[name]
+            carry, out = jax.lax.scan(
+                lambda carry, offset, name=name, first=first: step(name, first + offset, carry),
+                carry,
+                jnp.arange(length, dtype=jnp.int32),
+            )
+            position[name] = first + length
             seen.append(out)
         return carry, None if seen[0] is None else jnp.concatenate(seen)
 
-    carry, captured = jax.lax.scan(
-        lambda carry, repeat: run_unit(repeat, unit, carry),
-        carry,
-        jnp.arange(repeats, dtype=jnp.int32),
-    )
-    tail = layer_types[len(unit) * repeats :]
-    if captured is not None:
-        captured = captured.reshape(-1, *captured.shape[2:])
-    if tail:
-        carry, more = run_unit(jnp.int32(repeats), tail, carry)
-        captured = None if captured is None else jnp.concatenate([captured, more])
-    return carry, captured
+    def count(part: tuple[str, ...]) -> dict[str, int]:
+        return {name: part.count(name) for name in STACKS}
+
+    if pattern.head:
+        carry, out = run_part(pattern.head, dict.fromkeys(STACKS, 0), carry)
+        seen.append(out)
+    before, per_unit = count(pattern.head), count(pattern.unit)
+
+    def run_unit(carry: Carry, repeat: jax.Array):
+        positions = {name: repeat * per_unit[name] + before[name] for name in STACKS}
+        return run_part(pattern.unit, positions, carry)
+
+    carry, out = jax.lax.scan(run_unit, carry, jnp.arange(pattern.repeats, dtype=jnp.int32))
+    seen.append(None if out is None else out.reshape(-1, *out.shape[2:]))
+    if pattern.tail:
+        done = count(layers[: len(layers) - len(pattern.tail)])
+        carry, out = run_part(pattern.tail, done, carry)
+        seen.append(out)
+    return carry, None if seen[0] is None else jnp.concatenate(seen)
 
 
-def repeating_unit(layer_types: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
-    """The prefix to repeat, and how often, that leaves the fewest layers to write out.
+class Pattern(NamedTuple):
+    """layers = head + unit * repeats + tail."""
 
-    A pattern that never repeats is one unit, once; what the repeats do not cover is the tail.
+    head: tuple[str, ...]
+    unit: tuple[str, ...]
+    repeats: int
+    tail: tuple[str, ...]
+
+
+@functools.cache
+def repeating_unit(layers: tuple[str, ...]) -> Pattern:
+    """The cut of `layers` that leaves the fewest runs of one stack to write out.
+
+    A pattern that never repeats is one unit, once.
     """
 
-    def repeats_of(size: int) -> int:
-        repeats = 1
-        while layer_types[repeats * size : (repeats + 1) * size] == layer_types[:size]:
-            repeats += 1
-        return repeats
+    def cut(start: int, size: int) -> Pattern:
+        unit, stop = layers[start : start + size], start + size
+        while layers[stop : stop + size] == unit:
+            stop += size
+        return Pattern(layers[:start], unit, (stop - start) // size, layers[stop:])
 
-    total = len(layer_types)
-    written_out = {size: size + total - size * repeats_of(size) for size in range(1, total + 1)}
-    size = min(written_out, key=lambda size: (written_out[size], -size * repeats_of(size)))
-    return layer_types[:size], repeats_of(size)
+    def written_out(pattern: Pattern) -> int:
+        parts = (pattern.head, pattern.unit, pattern.tail)
+        return sum(len(list(itertools.groupby(part))) for part in parts)
 
-
-def _at(stack: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
-
-
-def _put(stack: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, value.astype(stack.dtype), index, 0)
-
-
-def _distinct(plans: Sequence[Sequence[Any]]) -> tuple[list[Any], np.ndarray]:
-    """The different plans in order of appearance, and which each execution's layers have.
-
-    The table is int32 [executions, layers].
-    """
-    distinct = list(dict.fromkeys(plan for layers in plans for plan in layers))
-    table = [[distinct.index(plan) for plan in layers] for layers in plans]
-    return distinct, np.asarray(table, np.int32)
+    total = len(layers)
+    cuts = (cut(start, size) for start in range(total) for size in range(1, total - start + 1))
+    return min(cuts, key=lambda p: (written_out(p), len(p.head), len(p.tail), len(p.unit)))

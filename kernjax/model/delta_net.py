@@ -9,6 +9,7 @@ y = W_out (rmsnorm(o) * w * silu(z))
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,14 +17,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from kernjax.model.cache import Cache, put_row, row
 from kernjax.model.config import ModelConfig
 from kernjax.model.execution import LayerPlan
 from kernjax.model.layers import (
-    gated_mlp,
     l2_normalised,
     linear,
     normalised,
-    rms_norm,
     rounder,
     silu,
 )
@@ -31,25 +31,10 @@ from kernjax.precision import LayerPolicy
 from pallas_kernels.formats import round_to, store
 
 
-class MLP(nnx.Module):
-    """Weights of the gated MLP: gate and up [D, F], down [F, D] (a leading axis when stacked)."""
+class DeltaNet(nnx.Module):
+    """Parameters of one GDN mixer, or of a stack (leading axis), named as in `params.py`."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
-        self.gate = nnx.Param(params["gate"])
-        self.up = nnx.Param(params["up"])
-        self.down = nnx.Param(params["down"])
-
-    def __call__(self, x: jax.Array, policy: LayerPolicy) -> jax.Array:
-        return gated_mlp(x, self.gate[...], self.up[...], self.down[...], policy)
-
-
-class DeltaNetLayer(nnx.Module):
-    """Parameters of one GDN layer, or of a stack (leading axis), named as in `params.py`."""
-
-    def __init__(self, params: Mapping[str, Any]) -> None:
-        self.input_norm = nnx.Param(params["input_norm"])
-        self.post_norm = nnx.Param(params["post_norm"])
-        self.mlp = MLP(params["mlp"])
         self.qkv = nnx.Param(params["qkv"])
         self.z = nnx.Param(params["z"])
         self.b = nnx.Param(params["b"])
@@ -63,37 +48,19 @@ class DeltaNetLayer(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        conv: jax.Array,
-        state: jax.Array,
+        cache: Cache,
+        index: jax.Array,
         count: jax.Array,
         plan: LayerPlan,
         config: ModelConfig,
         decode: bool,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Mixer and MLP with their residuals.
+    ) -> tuple[jax.Array, Cache]:
+        """(mixed [B, T, D], new cache) of normed x [B, T, D]; `index`: this layer in the cache.
 
-        x [B, T, D], conv [B, kernel - 1, C], state [B, Hv, K, V], count int32 []: tokens of x that
-        are real; the rest is padding and touches neither window nor state. Returns the new x,
-        conv and state.
+        count int32 []: tokens of x that are real; the rest is padding and touches neither the
+        convolution's window nor the state.
         """
-        policy, r = plan.policy, rounder(plan.policy)
-        hidden = rms_norm(x, self.input_norm[...], config.rms_norm_eps, policy)
-        mixed, conv, state = self.mixer(hidden, conv, state, count, plan, config, decode)
-        x = r(x.astype(jnp.float32) + mixed.astype(jnp.float32))
-        hidden = rms_norm(x, self.post_norm[...], config.rms_norm_eps, policy)
-        return x + self.mlp(hidden, policy).astype(jnp.float32), conv, state
-
-    def mixer(
-        self,
-        x: jax.Array,
-        conv: jax.Array,
-        state: jax.Array,
-        count: jax.Array,
-        plan: LayerPlan,
-        config: ModelConfig,
-        decode: bool,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The token mixer alone, on normed x; shapes as in `__call__`."""
+        conv, state = row(cache.conv, index), row(cache.state, index)
         policy, r = plan.policy, rounder(plan.policy)
         key_heads, value_heads = config.linear_key_heads, config.linear_value_heads
         key_dim, value_dim = config.linear_key_dim, config.linear_value_dim
@@ -129,7 +96,12 @@ class DeltaNetLayer(nnx.Module):
         # The checkpoint's norm weight is in the model's dtype, so the product is rounded as well.
         gate = silu(z.astype(jnp.float32)).reshape(o.shape)
         o = store(r(o) * gate, policy.activations).reshape(batch, time, -1)
-        return linear(o, self.out[...], policy), conv, state
+        cache = dataclasses.replace(
+            cache,
+            conv=put_row(cache.conv, conv, index),
+            state=put_row(cache.state, state, index),
+        )
+        return linear(o, self.out[...], policy), cache
 
 
 def log_decay(a: jax.Array, a_log: jax.Array, dt_bias: jax.Array) -> jax.Array:

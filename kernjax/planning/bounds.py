@@ -19,6 +19,7 @@ import math
 
 import jax
 
+from kernjax.model.config import STACKS
 from kernjax.model.params import abstract_params, leaves
 from kernjax.planning.chips import Topology
 from kernjax.planning.programs import Setup, abstract_cache, abstract_weights
@@ -89,7 +90,7 @@ def _flops(setup: Setup, tokens: int, keys_seen: int, scored: int) -> float:
     matrices = sum(
         spec.size
         for path, spec in leaves(abstract_params(config))
-        if path[0] in ("linear", "full") and len(spec.shape) == 3 and path[-1] != "conv"
+        if path[0] in STACKS and len(spec.shape) == 3 and path[-1] != "conv"
     )
     weights = 2 * matrices * tokens + 2 * config.hidden_size * config.vocab_size * scored
     attention = 4 * config.head_dim * config.num_heads * keys_seen * len(config.full_layers)

@@ -98,28 +98,29 @@ class LayerBench:
         return self._runs[layer, plan]
 
     def _computed(self, layer: int, plan: LayerPlan) -> np.ndarray:
-        config, kind = self._base.config, self._base.config.layer_types[layer]
+        config, stack = self._base.config, self._base.config.layer_stacks[layer]
         execution = Execution(self._execution.top, (plan,))
-        index = jnp.int32(config.layer_types[:layer].count(kind))
-        cache = init_cache(one_layer(config, kind), execution, 1, _capacity(self._tokens.shape[1]))
-        run = self._compile(kind, execution, _layer_prefill)
+        index = jnp.int32(config.stacks[stack].index(layer))
+        alone = one_layer(config, config.layer_types[layer])
+        cache = init_cache(alone, execution, 1, _capacity(self._tokens.shape[1]))
+        run = self._compile(stack, execution, _layer_prefill)
         x, parts = self._inputs[layer][None], []
         for start, stop in self._windows():
             y, cache = run(self._params, index, cache, x[:, start:stop])
             parts.append(np.asarray(y)[0])
         if x.shape[1] > self._context_len:
-            run = self._compile(kind, execution, _layer_decode)
+            run = self._compile(stack, execution, _layer_decode)
             parts.append(np.asarray(run(self._params, index, cache, x[0, self._context_len :])))
         return np.concatenate(parts)
 
     def _compile(
-        self, kind: str, execution: Execution, function: Callable[..., Any]
+        self, stack: str, execution: Execution, function: Callable[..., Any]
     ) -> Callable[..., Any]:
-        key = (kind, execution, function)
+        key = (stack, execution, function)
         if key not in self._compiled:
             # The stream's container is the base's: a narrower one would round more than the plan.
             self._compiled[key] = jax.jit(
-                functools.partial(function, self._graph, kind, execution, self._stream)
+                functools.partial(function, self._graph, stack, execution, self._stream)
             )
         return self._compiled[key]
 
@@ -150,20 +151,20 @@ def _decoded(graph, execution, params, cache, tokens):
     return jax.lax.scan(step, cache, tokens)[1]
 
 
-def _layer_prefill(graph, kind, execution, dtype, params, index, cache, x):
+def _layer_prefill(graph, stack, execution, dtype, params, index, cache, x):
     """(float32 [1, T, D], cache) of x float32 [1, T, D]."""
     decoder = nnx.merge(graph, params)
-    y, cache = run_layer(decoder, kind, index, x.astype(dtype), cache, execution)
+    y, cache = run_layer(decoder, stack, index, x.astype(dtype), cache, execution)
     return y.astype(jnp.float32), cache
 
 
-def _layer_decode(graph, kind, execution, dtype, params, index, cache: Cache, x):
+def _layer_decode(graph, stack, execution, dtype, params, index, cache: Cache, x):
     """float32 [steps, D] of x [steps, D], one by one."""
     decoder = nnx.merge(graph, params)
 
     def step(cache, row):
         y, cache = run_layer(
-            decoder, kind, index, row[None, None].astype(dtype), cache, execution, decode=True
+            decoder, stack, index, row[None, None].astype(dtype), cache, execution, decode=True
         )
         return cache, y[0, 0].astype(jnp.float32)
 

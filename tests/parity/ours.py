@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -10,8 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kernjax.model import Cache, Execution, forward, init_cache, logits, plan_execution
-from kernjax.model.decoder import FULL, LINEAR
+from kernjax.model import (
+    Cache,
+    Execution,
+    forward,
+    init_cache,
+    logits,
+    plan_execution,
+    run_layer,
+)  # fmt: skip
+from kernjax.model.config import FULL, LINEAR
 from kernjax.precision import parse_policy
 from kernjax.weights import load_model
 from pallas_kernels.formats import BF16, from_bits, round_to
@@ -67,26 +76,25 @@ class Model:
         batch, time = tokens.shape
         stream = self.execution.top.activations
         embedded = np.asarray(round_to(self.decoder.embed[...][tokens], stream))
+        graph, params = nnx.split(self.decoder)
         cache = init_cache(self.config, self.execution, batch, time)
-        count, zero = jnp.int32(time), jnp.int32(0)
-        stacks = {LINEAR: self.decoder.linear, FULL: self.decoder.full}
-        halves = {kind: nnx.split(stack) for kind, stack in stacks.items() if stack is not None}
+        caches = {
+            LINEAR: dataclasses.replace(cache, conv=cache.conv[:1], state=cache.state[:1]),
+            FULL: dataclasses.replace(cache, keys=cache.keys[:1], values=cache.values[:1]),
+        }
 
-        @functools.partial(jax.jit, static_argnames=("kind", "plan"))
-        def run(params, x, kind, plan):
-            layer = nnx.merge(halves[kind][0], params)
-            if kind == LINEAR:
-                kept = (cache.conv[0], cache.state[0], count)
-            else:
-                kept = (cache.keys, cache.values, zero, zero, count)
-            return layer(x, *kept, plan, self.config, False)[0]
+        @functools.partial(jax.jit, static_argnames=("stack", "plan"))
+        def run(params, index, x, cache, stack, plan):
+            execution = Execution(self.execution.top, (plan,))
+            return run_layer(nnx.merge(graph, params), stack, index, x, cache, execution)[0]
 
-        seen, outputs = {}, []
-        for at, kind in enumerate(self.config.layer_types):
-            index = seen[kind] = seen.get(kind, -1) + 1
-            params = jax.tree.map(lambda leaf, i=index: leaf[i], halves[kind][1])
+        outputs = []
+        for at, (kind, stack) in enumerate(
+            zip(self.config.layer_types, self.config.layer_stacks, strict=True)
+        ):
+            index = jnp.int32(self.config.stacks[stack].index(at))
             x = jnp.asarray(hidden[at - 1] if at else embedded, stream.storage_dtype)
-            y = run(params, x, kind, self.execution.layers[at])
+            y = run(params, index, x, caches[kind], stack, self.execution.layers[at])
             outputs.append((kind, np.asarray(round_to(y, stream))))
         return outputs
 
