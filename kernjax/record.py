@@ -18,8 +18,14 @@ delta_rule.recurrent.
 --engine=transformers records the vendor's own modelling code instead (policies f32 and bf16).
 
 A run that was stopped, or killed, goes on with the same command. The same command twice gives the
-same bytes. The result is on standard output, its last line one JSON object; exit codes: 0 recorded,
-3 could not.
+same bytes.
+
+Many hosts make one recording: the same command on each, with --coordinator_address. --mesh over the
+devices of all of them shards one model; over those of one host, or without it, every host has a
+model of its own and takes every n-th batch. When one is lost, all end with 3.
+
+The result is on standard output, its last line one JSON object; exit codes: 0 recorded, 3 could
+not.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ from typing import Any
 
 from kernjax.base import command
 from kernjax.base.resources import model_directory
+from kernjax.pods import Pod, PodFlags
 
 FLAGS = command.Flags("record", __doc__)
 _MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
@@ -55,17 +62,28 @@ _FULL = FLAGS.boolean(
 )
 _OVERWRITE = FLAGS.boolean("overwrite", False, "Replace a recording that is there already.")
 _MIRROR = FLAGS.string("mirror", None, "Directory with a text corpus's sources.")
-_ONLY_CHECK = FLAGS.boolean("only_check_args", False, "Check flags and files, then stop.")
+_ONLY_CHECK = FLAGS.boolean(
+    "only_check_args", False, "Check flags and files, then stop; needs none of the devices."
+)
+_PODS = PodFlags(
+    FLAGS, "Start the same command on all hosts again: it goes on at the segments that are missing."
+)
 
 
 def main(args: list[str]) -> int:
     del args
+    if _ONLY_CHECK.value:
+        _PODS.settings()
+        return _record(Pod())
+    return _PODS.run(_record)
+
+
+def _record(pod: Pod) -> int:
     from kernjax.base.progress import Meter
     from kernjax.precision import parse_policy
     from kernjax.recording import load_recording
     from kernjax.scoring.recorder import limited, record_corpus
     from kernjax.texts import load_corpus
-    from kernjax.weights import parse_mesh
 
     model = model_directory(_MODEL.value)
     settings = _POLICY.value
@@ -75,25 +93,25 @@ def main(args: list[str]) -> int:
     reference = load_recording(_REFERENCE.value) if _REFERENCE.value else None
     tokenizer = model if (model / "tokenizer.json").is_file() else None
     corpus = limited(load_corpus(_CORPUS.value, tokenizer, mirror=_MIRROR.value), _LIMIT.value)
-    mesh = parse_mesh(_MESH.value) if _MESH.value else None
-    producer = _producer(model, policy, mesh)
     if _ONLY_CHECK.value:
+        _check(model, policy)
         command.print_json({"checked": True, "segments": len(corpus.segments)})
         return command.EXIT_PASS
     identity = record_corpus(
-        producer,
+        _producer(model, policy, pod),
         corpus,
         _OUT.value,
         reference=reference,
         batch_size=_BATCH_SIZE.value,
         rescore=_RESCORE.value,
         overwrite=_OVERWRITE.value,
-        on_progress=Meter(f"record {policy}", "tok"),
+        pod=pod,
+        on_progress=Meter(f"record {policy}", "tok") if pod.is_first else lambda progress: None,
     )
-    recording = load_recording(_OUT.value)
-    print(f"{_OUT.value}: {len(recording.segments)} segments, {len(recording):,} rows, {policy}")
-    command.print_json(
-        {
+
+    def result() -> dict[str, Any]:
+        recording = load_recording(_OUT.value)
+        return {
             "recording": _OUT.value,
             "identity": identity,
             "segments": len(recording.segments),
@@ -102,14 +120,33 @@ def main(args: list[str]) -> int:
             "policy": str(policy),
             "engine": _ENGINE.value,
         }
-    )
+
+    made = pod.broadcast("result", result)
+    if pod.is_first:
+        print(f"{_OUT.value}: {made['segments']} segments, {made['rows']:,} rows, {policy}")
+    command.print_json(made)
     return command.EXIT_PASS
 
 
-def _producer(model: Path, policy: Any, mesh: Any) -> Any:
+def _check(model: Path, policy: Any) -> None:
+    """What can be said of the model's files, the policy, the kernels and the mesh without a run."""
+    from kernjax.model import ModelConfig
+    from kernjax.plugins import load_kernels
+    from kernjax.scoring.producer import check_fits
+    from kernjax.weights import check_mesh, check_readable
+
+    config = ModelConfig.from_directory(model)
+    check_readable(model, config)
+    check_fits(config, policy, load_kernels(_KERNEL.value))
+    if _MESH.value:
+        check_mesh(config, _MESH.value)
+
+
+def _producer(model: Path, policy: Any, pod: Pod) -> Any:
     from kernjax.base.errors import UserError
     from kernjax.plugins import load_kernels
     from kernjax.scoring.producer import JaxProducer
+    from kernjax.weights import parse_mesh
 
     if _ENGINE.value == "jax":
         kernels = load_kernels(_KERNEL.value)
@@ -117,12 +154,13 @@ def _producer(model: Path, policy: Any, mesh: Any) -> Any:
             model,
             policy,
             kernels,
-            mesh=mesh,
+            mesh=parse_mesh(_MESH.value) if _MESH.value else None,
             hidden=_HIDDEN.value,
             full=_FULL.value,
-            progress=_MODEL.value != "demo",
+            progress=_MODEL.value != "demo" and pod.is_first,
+            pod=pod,
         )
-    if _KERNEL.value or mesh is not None or _HIDDEN.value or _FULL.value:
+    if _KERNEL.value or _MESH.value or _HIDDEN.value or _FULL.value:
         raise UserError(
             "--kernel, --mesh, --hidden and --full_vocabulary go with --engine=jax.",
             todo="Drop them: the vendor's code runs as it is.",

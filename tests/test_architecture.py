@@ -15,6 +15,7 @@ PACKAGE = ROOT / "kernjax"
 # room -> the rooms it may import from (besides itself, `base` and `pallas_kernels` where listed)
 ALLOWED = {
     "base": set(),
+    "pods": {"base"},
     "texts": {"base"},
     "recording": {"base"},
     "judge": {"base", "recording"},
@@ -22,14 +23,19 @@ ALLOWED = {
     "precision": {"base", "pallas_kernels"},
     "plugins": {"base", "precision", "pallas_kernels"},
     "model": {"base", "precision", "pallas_kernels"},
-    "weights": {"base", "model"},
+    "weights": {"base", "pods", "model"},
     "scoring": {
-        "base", "model", "weights", "precision", "plugins", "recording", "texts", "pallas_kernels",
+        "base", "pods", "model", "weights", "precision", "plugins", "recording", "texts",
+        "pallas_kernels",
     },
     "planning": {"base", "model", "weights", "precision", "scoring", "pallas_kernels"},
     "engines": {"base", "model", "scoring", "precision", "texts", "weights"},
     "faults": {
         "base", "model", "precision", "plugins", "scoring", "recording", "judge", "pallas_kernels",
+    },
+    "experiments": {
+        "base", "model", "precision", "plugins", "scoring", "recording", "judge", "reporting",
+        "texts", "pallas_kernels",
     },
     "demo": {
         "base", "model", "weights", "scoring", "precision", "texts", "recording", "judge",

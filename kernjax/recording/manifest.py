@@ -166,7 +166,7 @@ def identity_diff(
 
     Compares everything but the labels. `a` and `b` are manifests, with or without segments.
     """
-    flat_a, flat_b = _flatten(_without_labels(a)), _flatten(_without_labels(b))
+    flat_a, flat_b = flatten(_without_labels(a)), flatten(_without_labels(b))
     lines = []
     for key in sorted(flat_a.keys() | flat_b.keys()):
         if key in flat_a and key in flat_b:
@@ -194,7 +194,8 @@ def _without_labels(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """A manifest's values by dotted name; segments by their ids."""
     if isinstance(value, Mapping) and value:
         items = [(str(key), item) for key, item in value.items()]
     elif prefix == "segments" and isinstance(value, list):
@@ -206,7 +207,7 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: value}
     flat = {}
     for key, item in items:
-        flat |= _flatten(item, f"{prefix}.{key}" if prefix else key)
+        flat |= flatten(item, f"{prefix}.{key}" if prefix else key)
     return flat
 
 

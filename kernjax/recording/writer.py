@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,9 +47,13 @@ from kernjax.recording.manifest import (
 from kernjax.recording.rows import check_rows, non_finite
 from kernjax.recording.storage import Store, storage_errors
 
+# What one process leaves for the others to find, so that they know it is one place.
+_TICKET = "hosts/ticket"
+_TICKET_S = 30  # a network file system may show a new file that late
+
 
 class RecordingWriter:
-    """A recording being written. Make one with `create` or `open_or_create`.
+    """A recording being written. Make one with `create`, `open_or_create` or `join`.
 
     Several processes may hold writers of the same recording and write different segments; one of
     them (after a barrier) calls `finish`. Only one process at a time may pass `overwrite`, before
@@ -95,6 +101,45 @@ class RecordingWriter:
         again with `overwrite`, goes on too.
         """
         return cls._open(path, manifest, segments, overwrite, resume=True)
+
+    @classmethod
+    def join(
+        cls,
+        path: str | os.PathLike[str],
+        manifest: Mapping[str, Any],
+        segments: Sequence[Mapping[str, Any]],
+        ticket: Mapping[str, Any],
+    ) -> RecordingWriter:
+        """Opens what another host has just begun, or goes on with: whose `issue_ticket` says where.
+
+        UserError where `path` is another place here than there.
+        """
+        root = Store.open(path)
+        store = root.child(STAGED) if ticket["staged"] else root
+        expected, deadline = ticket["word"].encode(), time.monotonic() + _TICKET_S
+        while store.read(_TICKET) != expected:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{root.name} is not shared by the hosts: this one does not see what process 0"
+                    " wrote there.",
+                    "All hosts write one recording.",
+                    "Choose an --out on a file system that all of them mount, or gs://.",
+                )
+            time.sleep(0.2)
+        begun = read_json(store, MANIFEST)
+        if lines := identity_diff(begun or {}, complete_manifest(manifest, segments)):
+            _refuse_other(store, lines)
+        return cls(root, store, begun or {})
+
+    def issue_ticket(self) -> dict[str, Any]:
+        """What other hosts need to `join`; written here until `void_ticket`."""
+        word = secrets.token_hex(16)
+        self._store.write(_TICKET, word.encode())
+        return {"word": word, "staged": self._store is not self._root}
+
+    def void_ticket(self) -> None:
+        """Removes what `issue_ticket` wrote, once all have joined."""
+        self._store.delete("hosts/")
 
     @classmethod
     def _open(

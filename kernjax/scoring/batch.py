@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from kernjax.model import Cache, Decoder, Execution, forward, init_cache, logits
+from kernjax.scoring.placement import Placement
 from kernjax.scoring.positions import DECODE, PREFILL, RESCORE
 from kernjax.scoring.programs import Program
 from kernjax.scoring.rows import TOP_K, score_rows
@@ -48,7 +50,8 @@ class Scorer:
     `hidden=True` adds per-layer sketches of the residual stream to every row, `full=True` the
     log-probabilities of the whole vocabulary. With `variants`,
     other executions with the same `top`, each call of `score` chooses which one a layer runs, by
-    the same compiled programs.
+    the same compiled programs. With a `mesh` (that of the decoder's weights) batches and caches are
+    sharded over it, on however many hosts it lies: all of them call the same, and get all rows.
     """
 
     def __init__(
@@ -60,21 +63,26 @@ class Scorer:
         hidden: bool = False,
         full: bool = False,
         variants: Sequence[Execution] = (),
+        mesh: Mesh | None = None,
     ) -> None:
         self.config, self.execution, self.window = decoder.config, execution, window
         self.hidden = hidden
         plans = tuple(plan for one in (execution, *variants) for plan in one.layers)
         # A cache holds what any variant stores.
         self._stored = dataclasses.replace(execution, layers=plans)
-        self._which = jnp.zeros(len(execution.layers), jnp.int32) if variants else None
+        self._placement = Placement(decoder.config, self._stored, mesh)
+        self._which = np.zeros(len(execution.layers), np.int32) if variants else None
         graph, self._params = nnx.split(decoder)
         chosen = (graph, execution, tuple(variants), hidden, full)
-        self._prefill = Program(functools.partial(_prefill_window, *chosen), donate=(3,))
-        self._decode = Program(functools.partial(_decode_scan, *chosen))
+        cache, rows = self._placement.cache, self._placement.rows
+        self._prefill = Program(
+            functools.partial(_prefill_window, *chosen), donate=(3,), out_shardings=(cache, rows)
+        )
+        self._decode = Program(functools.partial(_decode_scan, *chosen), out_shardings=rows)
 
     def choose(self, which: np.ndarray) -> None:
         """From now on layer i runs variant `which[i]` (0: the execution, k: `variants[k - 1]`)."""
-        self._which = jnp.asarray(which, jnp.int32)
+        self._which = np.asarray(which, np.int32)
 
     def score(
         self,
@@ -88,9 +96,11 @@ class Scorer:
         tokens int32 [B, context_len + score_len + 1]; one plan a segment. `progress` is told how
         many tokens a row of the batch has advanced.
         """
-        batch, total = tokens.shape
-        score_len = total - 1 - context_len
-        cache = init_cache(self.config, self._stored, batch, _capacity(context_len + score_len))
+        batch, score_len = len(tokens), tokens.shape[1] - 1 - context_len
+        # What the mesh's `data` axis lacks is filled with repetitions, which nobody looks at.
+        filled = np.arange(self._placement.filled(batch)) % batch
+        tokens, plans = tokens[filled], [plans[row] for row in filled]
+        cache = self._placement.empty_cache(len(tokens), _capacity(context_len + score_len))
         parts: list[_Part] = []
         for start in range(0, context_len, self.window):
             stop = min(start + self.window, context_len)
@@ -189,11 +199,11 @@ class Scorer:
         cache, scored = self._prefill(
             self._params,
             self._which,
-            jnp.asarray(tokens[:, start:stop]),
+            self._placement.put(tokens[:, start:stop]),
             cache,
-            padded,
-            targets,
-            ids,
+            self._placement.put(padded),
+            self._placement.put(targets),
+            self._placement.put(ids),
         )
         positions = [c + start for c in columns]
         return cache, _Part(phase, positions, jax.device_get(scored))
@@ -209,7 +219,11 @@ class Scorer:
         rows = [len(plan.prefill) + np.arange(score_len) for plan in plans]
         ids = _ids([(plan.top_ids, r) for plan, r in zip(plans, rows, strict=True)], score_len)
         scored = self._decode(
-            self._params, self._which, jnp.asarray(tokens[:, context_len:]), cache, ids
+            self._params,
+            self._which,
+            self._placement.put(tokens[:, context_len:]),
+            cache,
+            self._placement.put(ids),
         )
         position = np.arange(context_len, context_len + score_len, dtype=np.int32)
         return _Part(DECODE, [position] * len(plans), jax.device_get(scored))

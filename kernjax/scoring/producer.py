@@ -21,13 +21,14 @@ from kernjax.base.hashing import sha256_bytes, sha256_file
 from kernjax.model import Decoder, ModelConfig, plan_execution
 from kernjax.model.params import abstract_params, leaves, tree_of
 from kernjax.plugins import Kernel, check_called, check_layers, check_policy
+from kernjax.pods import Pod
 from kernjax.precision import Policy, executed_sites
 from kernjax.scoring.batch import RowPlan, Scorer
 from kernjax.scoring.compilation import use_compilation_cache
 from kernjax.scoring.programs import compilers
 from kernjax.scoring.sketch import SKETCH_DIM
 from kernjax.texts import Corpus
-from kernjax.weights import format_mesh, load_params, weights_sha256
+from kernjax.weights import format_mesh, load_params, shared_digests, weights_sha256
 from pallas_kernels.formats import Format, round_to
 from pallas_kernels.xla_cpu import sums_are_right
 
@@ -71,13 +72,19 @@ class Checkpoint:
     """A model directory, read once for all the producers that share it.
 
     The weights of the last dtype asked for stay in memory: policies that differ in anything else
-    load and hash nothing again.
+    load and hash nothing again. The processes of a `pod` share the hashing: all must have the same
+    files.
     """
 
     def __init__(
-        self, directory: str | Path, mesh: Mesh | None = None, progress: bool = False
+        self,
+        directory: str | Path,
+        mesh: Mesh | None = None,
+        progress: bool = False,
+        pod: Pod | None = None,
     ) -> None:
         self.directory, self.mesh, self._progress = Path(directory), mesh, progress
+        self.pod = pod or Pod()
         self.config = ModelConfig.from_directory(directory)
         self._held: tuple[str, dict[str, Any]] | None = None
 
@@ -94,14 +101,15 @@ class Checkpoint:
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
         """A manifest's `model` and `tokenizer_sha256`."""
-        return model_identity(self.directory, self.config)
+        return model_identity(self.directory, self.config, self.pod)
 
 
 class JaxProducer:
     """Our own model. `hidden=True` adds per-layer sketches of the residual stream, `full=True` the
     log-probabilities of the whole vocabulary, to every row.
 
-    `directory` is an HF directory, or a `Checkpoint` that several producers share (with its mesh).
+    `directory` is an HF directory, or a `Checkpoint` that several producers share (with its mesh
+    and its pod).
     """
 
     def __init__(
@@ -114,17 +122,16 @@ class JaxProducer:
         hidden: bool = False,
         full: bool = False,
         progress: bool = False,
+        pod: Pod | None = None,
     ) -> None:
         if not isinstance(directory, Checkpoint):
-            directory = Checkpoint(directory, mesh, progress)
+            directory = Checkpoint(directory, mesh, progress, pod)
         self.checkpoint, self.mesh = directory, directory.mesh
         self.policy, self.hidden, self.full = policy, hidden, full
         self.kernels = dict(kernels or {})
         config = self.config = self.checkpoint.config
         self.vocab_size = config.vocab_size
-        policy.validate_layers(config.num_layers, config.layer_types)
-        check_policy(self.kernels, policy)
-        check_layers(self.kernels, config.layer_types)
+        check_fits(config, policy, self.kernels)
         use_compilation_cache()
         if not sums_are_right():
             raise UserError(
@@ -137,8 +144,18 @@ class JaxProducer:
         self.decoder = Decoder(config, rounded(params, config, policy.weights))
         self.execution = plan_execution(policy, config.num_layers, self.kernels)
         self.scorer = Scorer(
-            self.decoder, self.execution, policy.prefill_window, hidden=hidden, full=full
+            self.decoder,
+            self.execution,
+            policy.prefill_window,
+            hidden=hidden,
+            full=full,
+            mesh=self.mesh,
         )
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether it lies on devices of several processes, which then call it together."""
+        return self.mesh is not None and self.mesh.is_multi_process
 
     def identity(self) -> dict[str, Any]:
         extras = {}
@@ -153,7 +170,7 @@ class JaxProducer:
             "kernels": {op: kernel.to_dict() for op, kernel in sorted(self.kernels.items())},
             "engine": "jax",
             "versions": {"kernjax": __version__, **{name: version(name) for name in _PACKAGES}},
-            "device": device_name(),
+            "device": device_name(self.mesh),
             "mesh": None if self.mesh is None else format_mesh(self.mesh),
             "prefill_window": self.policy.prefill_window,
             "logits_dtype": self.policy.logits.dtype,
@@ -198,13 +215,20 @@ class JaxProducer:
         return rows
 
 
-def model_identity(directory: Path, config: ModelConfig) -> dict[str, Any]:
+def check_fits(config: ModelConfig, policy: Policy, kernels: Mapping[str, Kernel]) -> None:
+    """UserError where policy or kernels name layers or ops that such a model does not have."""
+    policy.validate_layers(config.num_layers, config.layer_types)
+    check_policy(kernels, policy)
+    check_layers(kernels, config.layer_types)
+
+
+def model_identity(directory: Path, config: ModelConfig, pod: Pod | None = None) -> dict[str, Any]:
     """A manifest's `model` and `tokenizer_sha256` for an HF directory, whoever computes."""
     tokenizer = directory / "tokenizer.json"
     return {
         "model": {
             "name": directory.name,
-            "weights_sha256": weights_sha256(directory, config),
+            "weights_sha256": weights_sha256(directory, config, shared_digests(pod or Pod())),
             "config_sha256": sha256_file(directory / "config.json"),
             "vocab_size": config.vocab_size,
         },
@@ -229,11 +253,16 @@ def _load_dtype(weights: Format) -> str:
     return plain if plain in ("bfloat16", "float16") else "float32"
 
 
-def device_name() -> str:
-    """Kind and number of what computes: reductions may be ordered by either."""
-    device = jax.devices()[0]
+def device_name(mesh: Mesh | None = None) -> str:
+    """Kind and number of what computes: reductions may be ordered by either.
+
+    Of a mesh its devices, on whatever hosts; otherwise those of this host.
+    """
+    device = jax.local_devices()[0]
     # XLA on a CPU splits some reductions by the number of threads.
-    count = os.cpu_count() if device.platform == "cpu" else len(jax.devices())
+    count = os.cpu_count() if device.platform == "cpu" else jax.local_device_count()
+    if mesh is not None and device.platform != "cpu":
+        count = mesh.size
     return f"{device.platform}:{device.device_kind} x {count}"
 
 

@@ -20,9 +20,18 @@ _THREADS = 2
 class Program:
     """`function`, compiled once per set of shapes, either on first use or ahead by `prepare`."""
 
-    def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> None:
-        options = _CPU_OPTIONS if jax.default_backend() == "cpu" else None
-        self._jit = jax.jit(function, donate_argnums=donate, compiler_options=options)
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        donate: tuple[int, ...] = (),
+        out_shardings: Any = None,
+    ) -> None:
+        self._jit = jax.jit(
+            function,
+            donate_argnums=donate,
+            out_shardings=out_shardings,
+            compiler_options=_CPU_OPTIONS if jax.default_backend() == "cpu" else None,
+        )
         self._ahead: dict[Any, Future] = {}
 
     def prepare(self, pool: ThreadPoolExecutor, *args: Any) -> None:

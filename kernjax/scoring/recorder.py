@@ -7,10 +7,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kernjax.base.errors import UserError
+from kernjax.base.hashing import sha256_json
+from kernjax.pods import Pod
 from kernjax.recording import (
     Recording,
     RecordingWriter,
@@ -18,7 +21,7 @@ from kernjax.recording import (
     identity_diff,
     load_recording,
 )
-from kernjax.recording.manifest import complete_manifest
+from kernjax.recording.manifest import complete_manifest, flatten
 from kernjax.scoring.batch import RowPlan
 from kernjax.scoring.positions import PREFILL, RESCORE, prefill_positions
 from kernjax.scoring.producer import Producer, check_tokenizer
@@ -60,6 +63,7 @@ def record_corpus(
     rescore: bool = False,
     overwrite: bool = False,
     reuse: bool = False,
+    pod: Pod | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> str:
     """Scores `corpus` and writes the recording to `out`; its identity.
@@ -69,7 +73,12 @@ def record_corpus(
     batches whose segments are missing; batches are always cut from the whole corpus, so that what
     shares a batch, and with it every bit, does not depend on where a run stopped. `reuse` takes a
     complete recording of the same producer as it is, which otherwise is an error.
+
+    The processes of a `pod` write one recording. Where the producer lies on devices of all of them,
+    they compute every batch together and each writes its share of the segments; otherwise each
+    computes, and writes, batches of its own.
     """
+    pod = pod or Pod()
     producer.check_corpus(corpus)
     identity = producer.identity()
     check_tokenizer(producer, corpus, identity["tokenizer_sha256"])
@@ -88,9 +97,11 @@ def record_corpus(
         existing = load_recording(out)
         if not identity_diff(existing.manifest, complete_manifest(manifest, segments)):
             return existing.identity
-    writer = RecordingWriter.open_or_create(out, manifest, segments, overwrite)
-    missing = set(writer.missing())
+    writer, missing = _open(pod, out, manifest, segments, overwrite)
     batches = [b for b in _batches(corpus.segments, batch_size) if missing & set(b)]
+    together = getattr(producer, "spans_hosts", False)
+    if not together:
+        batches = list(pod.share(batches))
     total = sum(corpus.segments[i].length - 1 for batch in batches for i in batch)
     done, began = 0, time.monotonic()
     shapes = [
@@ -113,13 +124,43 @@ def record_corpus(
                 [plans[i] for i in batch],
                 advanced,
             )
-            for index, rows in zip(batch, scored, strict=True):
+            pairs = list(zip(batch, scored, strict=True))
+            for index, rows in pod.share(pairs) if together else pairs:
                 extras = {name: rows.pop(name) for name in EXTRAS if name in rows}
                 # Segments that were there already are compared: a producer that changed is refused.
                 writer.write(index, rows, extras or None)
             seconds = time.monotonic() - began
             on_progress(Progress(number + 1, len(batches), done, total, seconds, chosen[0].id))
-    return writer.finish()
+    pod.barrier("all is written")
+    return pod.broadcast("identity", writer.finish)
+
+
+def _open(
+    pod: Pod,
+    out: str | Path,
+    manifest: dict[str, Any],
+    segments: Sequence[dict[str, Any]],
+    overwrite: bool,
+) -> tuple[RecordingWriter, set[int]]:
+    """A writer, and the segments that were missing when the first process opened it."""
+    if pod.count == 1:
+        writer = RecordingWriter.open_or_create(out, manifest, segments, overwrite)
+        return writer, set(writer.missing())
+    pod.check_same(
+        "inputs",
+        flatten(manifest) | {"segments": sha256_json(segments), "--out": str(out)},
+        "Give every host the same files, versions and devices.",
+    )
+    if pod.is_first:
+        writer = RecordingWriter.open_or_create(out, manifest, segments, overwrite)
+        ticket = pod.broadcast("ticket", writer.issue_ticket)
+    else:
+        ticket = pod.broadcast("ticket", dict)
+        writer = RecordingWriter.join(out, manifest, segments, ticket)
+    pod.barrier("all have joined")
+    if pod.is_first:
+        writer.void_ticket()
+    return writer, set(pod.broadcast("missing segments", writer.missing))
 
 
 def _plans(

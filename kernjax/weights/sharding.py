@@ -5,12 +5,12 @@ To try another placement, change `RULES`; nothing else names a mesh axis.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernjax.base.errors import UserError
 from kernjax.model.cache import Cache
@@ -30,6 +30,8 @@ RULES: Mapping[str, str | None] = {
     "kv_heads": "tensor",
     "linear_heads": "tensor",
     "linear_qkv": "tensor",
+    "expert": "tensor",  # every device computes its experts, for all tokens of its batch
+    "expert_mlp": "fsdp",  # and, of each, its part of the width inside
 }
 
 # Replicated where the mesh axis does not divide them: a model has few KV heads, and every query
@@ -40,7 +42,7 @@ REPLICATED_IF_INDIVISIBLE = frozenset({"kv_heads"})
 def partition_spec(
     axes: Sequence[str | None],
     units: Sequence[int],
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     rules: Mapping[str, str | None] = RULES,
 ) -> PartitionSpec:
     """The placement of an array with these logical axes on `mesh`.
@@ -83,6 +85,16 @@ def param_shardings(
     )
 
 
+def check_mesh(config: ModelConfig, text: str) -> None:
+    """UserError where a model of `config` cannot lie on the mesh of `--mesh=text`.
+
+    Needs no devices: a laptop can say it of a pod's mesh.
+    """
+    mesh = AbstractMesh(tuple(parse_mesh_sizes(text).values()), MESH_AXES)
+    for _, spec in leaves(abstract_params(config)):
+        partition_spec(spec.axes, spec.units, mesh)
+
+
 def cache_shardings(config: ModelConfig, cache: Cache, mesh: Mesh) -> Cache:
     """The tree of `cache` (arrays or shapes) with a `NamedSharding` at each leaf."""
 
@@ -103,11 +115,10 @@ def cache_shardings(config: ModelConfig, cache: Cache, mesh: Mesh) -> Cache:
     )
 
 
-def parse_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of `--mesh=data=1,tensor=8` over all devices (of all hosts), axes of type Auto.
+def parse_mesh_sizes(text: str) -> dict[str, int]:
+    """The size of every mesh axis in `data=1,tensor=8`; axes not named have size 1.
 
-    Axes not named have size 1. UserError for unknown, repeated or malformed axes, and where the
-    product of the sizes is not the number of devices.
+    UserError for unknown, repeated or malformed axes.
     """
     expected = f"Expected NAME=SIZE[,NAME=SIZE...] with names among {', '.join(MESH_AXES)}."
     sizes: dict[str, int] = {}
@@ -120,20 +131,34 @@ def parse_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
         if not size.isdecimal() or int(size) < 1:
             raise UserError(f"--mesh={text}: size {size!r} of axis {name!r}.", expected)
         sizes[name] = int(size)
+    return {name: sizes.get(name, 1) for name in MESH_AXES}
+
+
+def parse_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of `--mesh=data=1,tensor=8`, axes of type Auto.
+
+    Over all devices, of all hosts; or, in a run of many, over those of this host, where the sizes
+    are theirs. UserError as `parse_mesh_sizes`, and where the product of the sizes is neither.
+    """
+    shape = tuple(parse_mesh_sizes(text).values())
+    wanted = math.prod(shape)
+    local = jax.local_devices() if devices is None else []
     devices = jax.devices() if devices is None else list(devices)
-    wanted = int(np.prod(list(sizes.values())))
+    if wanted == len(local):
+        devices = local
     if wanted != len(devices):
+        of_all = "" if len(local) in (0, len(devices)) else f", {len(local)} of them on this host"
         raise UserError(
             f"--mesh={text} needs {wanted} devices, but there are {len(devices)} "
-            f"({devices[0].platform}).",
-            "Expected the product of the axis sizes to be the number of devices.",
+            f"({devices[0].platform}){of_all}.",
+            "Expected the product of the axis sizes to be the number of devices"
+            + (", of all hosts or of one." if of_all else "."),
             f"For example --mesh=tensor={len(devices)}.",
         )
-    shape = tuple(sizes.get(name, 1) for name in MESH_AXES)
     types = (AxisType.Auto,) * len(MESH_AXES)
     return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices)
 
 
-def format_mesh(mesh: Mesh) -> str:
+def format_mesh(mesh: Mesh | AbstractMesh) -> str:
     """`data=1,fsdp=1,tensor=8`: what `parse_mesh` reads."""
     return ",".join(f"{name}={size}" for name, size in mesh.shape.items())

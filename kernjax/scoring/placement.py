@@ -1,0 +1,61 @@
+"""Where a batch lies: on the default device, or over a mesh, maybe of many hosts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kernjax.model import Cache, Execution, ModelConfig, init_cache
+from kernjax.weights.sharding import RULES, cache_shardings
+
+
+class Placement:
+    """Puts tokens, ids and caches on a mesh by the rules of `kernjax.weights.sharding`.
+
+    `cache` and `rows` are what a program's outputs are sharded as (None without a mesh): rows are
+    small and go to the host, so every device gets them all.
+    """
+
+    def __init__(self, config: ModelConfig, stored: Execution, mesh: Mesh | None) -> None:
+        self._config, self._stored, self._mesh = config, stored, mesh
+        self.cache: Any = None
+        self.rows: Any = None
+        self._makers: dict[tuple[int, int], Any] = {}  # compiled, by batch and capacity
+        if mesh is not None:
+            self.cache = self._cache_shardings(self.filled(1))
+            self.rows = NamedSharding(mesh, PartitionSpec())
+
+    def filled(self, batch: int) -> int:
+        """The least number of sequences, at least `batch`, that the mesh can split."""
+        shards = 1 if self._mesh is None else self._mesh.shape.get(RULES["batch"], 1)
+        return -(-batch // shards) * shards
+
+    def put(self, array: np.ndarray | None) -> Any:
+        """An array [batch, ...] on the devices; every host holds the whole of it and puts its part.
+
+        None stays None: an argument that is left out.
+        """
+        if array is None:
+            return None
+        if self._mesh is None:
+            return jnp.asarray(array)
+        sharding = NamedSharding(self._mesh, PartitionSpec(RULES["batch"]))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    def empty_cache(self, batch: int, capacity: int) -> Cache:
+        """`init_cache`, each device holding its part from the start."""
+        if self._mesh is None:
+            return init_cache(self._config, self._stored, batch, capacity)
+        if (batch, capacity) not in self._makers:
+            make = functools.partial(init_cache, self._config, self._stored, batch, capacity)
+            self._makers[batch, capacity] = jax.jit(make, out_shardings=self.cache)
+        return self._makers[batch, capacity]()
+
+    def _cache_shardings(self, batch: int) -> Any:
+        shapes = jax.eval_shape(lambda: init_cache(self._config, self._stored, batch, 1))
+        return cache_shardings(self._config, shapes, self._mesh)

@@ -1,0 +1,128 @@
+"""record on many processes: one recording, killed at any moment, equal to that of one process."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from instrument import LAYERS, run
+from pod_processes import Process, free_port, start, start_pod
+from tiny import make_corpus, write_checkpoint
+
+from kernjax import load_recording, record
+from kernjax.base.errors import UserError
+from kernjax.texts import write_corpus
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+
+KILLS = int(os.environ.get("KERNJAX_TEST_KILLS", "1"))  # a stress test asks for more
+BATCHES = 4
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("pod")
+    model = write_checkpoint(folder / "model", **LAYERS)
+    corpus = write_corpus(make_corpus({24: BATCHES}, score_len=4), folder / "corpus")
+    return [f"--model={model}", f"--corpus={corpus}", "--batch_size=2"]
+
+
+def end(pod: list[Process]) -> list[int]:
+    return [process.wait() for process in pod]
+
+
+def test_every_process_with_a_model_of_its_own(flags, tmp_path):
+    """Without a mesh over all: the very recording of one process, bit for bit."""
+    assert run(record, *flags, f"--out={tmp_path / 'one'}") == 0
+    one = load_recording(tmp_path / "one")
+    pod = start_pod("kernjax.record", [*flags, f"--out={tmp_path / 'two'}"], 2)
+    assert end(pod) == [0, 0], [process.text for process in pod]
+    assert pod[0].result == pod[1].result
+    assert pod[0].result["identity"] == load_recording(tmp_path / "two").identity
+    assert files(tmp_path / "two") == files(tmp_path / "one")
+    # Each logged nothing of the other's batches; only the first one logs at all.
+    assert "batch 2/2" in pod[0].text and "batch" not in pod[1].text
+    assert one.identity == pod[0].result["identity"]
+
+
+def test_one_model_over_all_processes_killed_and_started_again(flags, tmp_path):
+    """data=2, a process each: killed with SIGKILL, started again, and whole only at the end."""
+    sharded = [*flags, "--mesh=data=2"]
+    out = tmp_path / "killed"
+    rng = random.Random(KILLS)
+    durable: set[str] = set()
+    for attempt in range(KILLS):
+        pod = start_pod("kernjax.record", [*sharded, f"--out={out}"], 2)
+        victim = pod[rng.randrange(2)]
+        batch = rng.randint(0, BATCHES - 2)
+        if batch:
+            pod[0].wait_for(f"batch {batch}/", timeout=240)
+        time.sleep(rng.uniform(0, 0.2 if batch else 4))
+        # The worker or its guardian: either is a host that is gone.
+        pid = victim.worker() if attempt % 2 == 0 else victim.popen.pid
+        os.kill(pid or victim.popen.pid, signal.SIGKILL)
+        began = time.monotonic()
+        codes = end(pod)
+        assert time.monotonic() - began < 60
+        if codes == [0, 0]:
+            break  # it was through before it was killed
+        other = pod[1 - pod.index(victim)]
+        assert other.popen.returncode == 3, other.text
+        assert "Traceback" not in other.text
+        assert "process" in other.result["error"] and other.result["exit_code"] == 3
+        with pytest.raises(UserError):
+            load_recording(out)
+        now = {path.name for path in out.glob("segments/*.json")}
+        assert durable <= now, "a segment that was written was lost"
+        durable = now
+    else:
+        pod = start_pod("kernjax.record", [*sharded, f"--out={out}"], 2)
+        assert end(pod) == [0, 0], [process.text for process in pod]
+    assert not (out / "hosts").exists() and not (out / "segments").exists()
+
+    single = start("kernjax.record", *sharded, f"--out={tmp_path / 'single'}", devices=2)
+    assert single.wait() == 0, single.text
+    # Nothing is reduced over `data`: two processes and two devices of one give the same bits.
+    assert files(out) == files(tmp_path / "single")
+
+
+def test_flags_that_differ_end_both(flags, tmp_path):
+    words = [*flags, f"--out={tmp_path / 'out'}"]
+    pod = start_pod("kernjax.record", words, 2)
+    pod[1].popen.kill()
+    pod[1].wait()
+    address = next(word for word in pod[0].popen.args if word.startswith("--coordinator"))
+    late = start("kernjax.record", *words, "--policy=bf16", address, "--num_processes=2",
+                 "--process_id=1")  # fmt: skip
+    assert end([pod[0], late]) == [3, 3]
+    for process in (pod[0], late):
+        assert "--policy: absent on process 0, --policy=bf16 on process 1" in process.text
+        assert "Start the same command on all hosts." in process.result["error"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_nobody_there(flags, tmp_path):
+    """Process 0 alone, and process 1 alone: neither waits longer than it was told."""
+    words = [*flags, f"--out={tmp_path / 'out'}", "--join_timeout=3", "--num_processes=2"]
+    port = free_port()
+    pairs = [("0", f"localhost:{port}"), ("1", "localhost:9")]
+    first, second = (
+        start("kernjax.record", *words, f"--process_id={index}", f"--coordinator_address={at}")
+        for index, at in pairs
+    )
+    assert end([first, second]) == [3, 3]
+    assert f"Process 0 of 2 could not join the others at localhost:{port} within 3 s" in first.text
+    assert "The coordinator localhost:9 was not reachable for 3 s" in second.text
+    assert "--coordinator_address" in second.result["error"]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
