@@ -24,6 +24,7 @@ from tqdm import tqdm
 from kernjax.model import Decoder
 from kernjax.model.config import ModelConfig
 from kernjax.model.params import tree_of, weight_dtype
+from kernjax.weights.converted import is_converted, load_converted
 from kernjax.weights.match import text_tensors
 from kernjax.weights.names import Leaf, Part, table
 from kernjax.weights.sharding import partition_spec
@@ -55,6 +56,8 @@ def load_params(
 
     UserError, before any data is read, where the directory and `config` do not match.
     """
+    if is_converted(directory):
+        return load_converted(directory, config, dtype=dtype, mesh=mesh)
     wanted = None if dtype is None else weight_dtype(dtype)
     leaves = table(config)
     specs = {  # before reading: a mesh that does not fit is an error now
