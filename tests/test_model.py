@@ -107,7 +107,7 @@ def test_captured_layers_are_in_layer_order(pattern):
     decoder, execution = make(**changes)
     columns = jnp.asarray([0, 5, 95])
     _, _, seen = run(decoder, execution, (96,), capture=columns)
-    assert seen.shape == (len(pattern), 2, 3, CONFIG["hidden_size"])
+    assert seen.hidden.shape == (len(pattern), 2, 3, CONFIG["hidden_size"]) and not seen.routes
     for depth in range(1, len(pattern) + 1):
         config = ModelConfig.from_dict(
             {**CONFIG, "layer_types": pattern[:depth], "num_hidden_layers": depth}
@@ -123,7 +123,7 @@ def test_captured_layers_are_in_layer_order(pattern):
         }
         cut = Decoder(config, params)
         _, _, short = run(cut, plan_execution(parse_policy("f32"), depth), (96,), capture=columns)
-        np.testing.assert_allclose(seen[depth - 1], short[depth - 1], atol=1e-5)
+        np.testing.assert_allclose(seen.hidden[depth - 1], short.hidden[depth - 1], atol=1e-5)
 
 
 def test_a_policy_at_one_layer_changes_that_layer_and_those_after():
@@ -134,7 +134,8 @@ def test_a_policy_at_one_layer_changes_that_layer_and_those_after():
     execution = plan_execution(policy, decoder.config.num_layers)
     assert len(set(execution.layers)) == 2
     _, _, after = run(decoder, execution, (96,), capture=columns)
-    changed = [not np.array_equal(a, b) for a, b in zip(before, after, strict=True)]
+    pairs = zip(before.hidden, after.hidden, strict=True)
+    changed = [not np.array_equal(a, b) for a, b in pairs]
     assert changed == [False, True, True, True]
 
 

@@ -25,6 +25,7 @@ from kernjax.model.config import STACKS, ModelConfig
 from kernjax.model.execution import Execution, LayerPlan
 from kernjax.model.layer import DecoderLayer
 from kernjax.model.layers import dot, rms_norm
+from kernjax.model.moe import Routes
 from pallas_kernels.formats import round_to, store
 
 
@@ -49,6 +50,17 @@ class Decoder(nnx.Module):
         self.linear_moe, self.full_moe = stack("linear_moe"), stack("full_moe")
 
 
+class Captured(NamedTuple):
+    """What a call shows of its layers at some columns R; None: not asked for.
+
+    hidden float32 [layers, B, R, D], the residual stream after every layer; routes [mixtures of
+    experts, B, R, ...] of every layer that has one.
+    """
+
+    hidden: jax.Array | None = None
+    routes: Routes | None = None
+
+
 def forward(
     decoder: Decoder,
     tokens: jax.Array,
@@ -58,14 +70,18 @@ def forward(
     count: jax.Array | None = None,
     decode: bool = False,
     capture: jax.Array | None = None,
+    routes: jax.Array | None = None,
+    forced: jax.Array | None = None,
     variants: Sequence[Execution] = (),
     which: jax.Array | None = None,
-) -> tuple[jax.Array, Cache, jax.Array | None]:
+) -> tuple[jax.Array, Cache, Captured]:
     """Runs tokens int32 [B, T] on top of `cache`: (hidden [B, T, D], new cache, captured).
 
     hidden is after the final norm. `count` (int32 [], default T) tokens are real, the rest is
-    padding. `decode` chooses the decode ops (T of 1..8). `capture` int32 [R] are columns whose
-    residual stream is returned after every layer as float32 [layers, B, R, D].
+    padding. `decode` chooses the decode ops (T of 1..8). `capture` and `routes` int32 [R] are
+    columns whose residual stream, and whose experts, are captured. `forced` int32 [mixtures of
+    experts, B, T, k] are experts to take instead of those the routers choose, where none is
+    negative.
     The cache must have room for T more tokens. `which` int32 [layers] chooses for every layer, in
     the compiled program, the plan of `execution` (0) or of `variants[which - 1]`; what is outside
     the layers is always `execution.top`.
@@ -75,7 +91,7 @@ def forward(
     stream_dtype = execution.container(lambda policy: policy.activations)
     x = store(decoder.embed[...][tokens], execution.top.activations).astype(stream_dtype)
 
-    step = _Layers(decoder, count, decode, capture).step(
+    step = _Layers(decoder, count, decode, capture, routes, forced).step(
         _stack_plans(config, (execution, *variants)), which, _cache_rows(config), cache.length
     )
     carry = (x, cache.keys, cache.values, cache.conv, cache.state)
@@ -117,14 +133,14 @@ def run_layer(
         )
     }
     rows = {stack: np.zeros(len(decoder.config.stacks[stack]), np.int32)}
-    step = _Layers(decoder, count, decode, None).step(plans, None, rows, cache.length)
+    step = _Layers(decoder, count, decode).step(plans, None, rows, cache.length)
     carry = (x, cache.keys, cache.values, cache.conv, cache.state)
     (y, keys, values, conv, state), _ = step(stack, index, carry)
     return y, Cache(keys, values, conv, state, cache.length + count)
 
 
 Carry = tuple[jax.Array, ...]
-Step = Callable[[str, jax.Array, Carry], tuple[Carry, jax.Array | None]]
+Step = Callable[[str, jax.Array, Carry], tuple[Carry, Captured]]
 
 
 class _Plans(NamedTuple):
@@ -157,11 +173,27 @@ class _Layers:
     """The decoder's stacks, and what one call does with every layer of them."""
 
     def __init__(
-        self, decoder: Decoder, count: jax.Array, decode: bool, capture: jax.Array | None
+        self,
+        decoder: Decoder,
+        count: jax.Array,
+        decode: bool,
+        capture: jax.Array | None = None,
+        routes: jax.Array | None = None,
+        forced: jax.Array | None = None,
     ) -> None:
-        self._config = decoder.config
-        self._halves = {name: nnx.split(getattr(decoder, name)) for name in self._config.stacks}
+        config = self._config = decoder.config
+        # Experts stay whole: a layer's are read where they lie in the stack.
+        self._parts = {
+            name: nnx.split(getattr(decoder, name), nnx.PathContains("experts"), ...)
+            for name in config.stacks
+        }
         self._count, self._decode, self._capture = count, decode, capture
+        self._routes, self._forced = routes, forced
+        self._mixtures = {
+            name: np.asarray([config.moe_layers.index(layer) for layer in layers], np.int32)
+            for name, layers in config.stacks.items()
+            if layers[0] in config.moe_layers
+        }
 
     def step(
         self,
@@ -172,30 +204,53 @@ class _Layers:
     ) -> Step:
         """A function (stack, index in it, carry) -> (carry, captured), after `start` tokens."""
 
-        def run(name: str, index: jax.Array, carry: Carry) -> tuple[Carry, jax.Array | None]:
-            graph, params = self._halves[name]
-            layer = nnx.merge(graph, jax.tree.map(lambda leaf: row(leaf, index), params))
+        def run(name: str, index: jax.Array, carry: Carry) -> tuple[Carry, Captured]:
+            graph, experts, params = self._parts[name]
+            layer = nnx.merge(graph, experts, jax.tree.map(lambda leaf: row(leaf, index), params))
             at = _looked_up(rows[name], index)
             distinct, table = plans[name]
-            branches = [functools.partial(self._run, layer, at, start, plan) for plan in distinct]
+            forced = None
+            if self._forced is not None and name in self._mixtures:
+                forced = row(self._forced, _looked_up(self._mixtures[name], index))
+            branches = [
+                functools.partial(self._run, layer, at, index, forced, start, plan)
+                for plan in distinct
+            ]
             if len(branches) == 1:
-                carry = branches[0](carry)
+                carry, routes = branches[0](carry)
             else:
                 numbers = np.asarray(self._config.stacks[name], np.int32)
                 variant = 0 if which is None else which[numbers][index]
-                carry = jax.lax.switch(jnp.asarray(table)[variant, index], branches, carry)
+                chosen = jnp.asarray(table)[variant, index]
+                carry, routes = jax.lax.switch(chosen, branches, carry)
             capture = self._capture
-            return carry, None if capture is None else carry[0][:, capture].astype(jnp.float32)
+            seen = None if capture is None else carry[0][:, capture].astype(jnp.float32)
+            return carry, Captured(seen, routes)
 
         return run
 
     def _run(
-        self, layer: DecoderLayer, at: jax.Array, start: jax.Array, plan: LayerPlan, carry: Carry
-    ) -> Carry:
+        self,
+        layer: DecoderLayer,
+        at: jax.Array,
+        place: jax.Array,
+        forced: jax.Array | None,
+        start: jax.Array,
+        plan: LayerPlan,
+        carry: Carry,
+    ) -> tuple[Carry, Routes | None]:
         x, *kept = carry
-        y, cache = layer(x, Cache(*kept, start), at, self._count, plan, self._config, self._decode)
+        cache, config = Cache(*kept, start), self._config
+        y, cache, routes = layer(
+            x, cache, at, self._count, plan, config, self._decode, place, forced
+        )
         y = store(y, plan.policy.activations).astype(x.dtype)
-        return y, cache.keys, cache.values, cache.conv, cache.state
+        if routes is not None:
+            columns = self._routes
+            routes = (
+                None if columns is None else jax.tree.map(lambda leaf: leaf[:, columns], routes)
+            )
+        return (y, cache.keys, cache.values, cache.conv, cache.state), routes
 
 
 def _looked_up(table: np.ndarray, index: jax.Array) -> jax.Array:
@@ -204,12 +259,10 @@ def _looked_up(table: np.ndarray, index: jax.Array) -> jax.Array:
     return index if identity else jnp.asarray(table)[index]
 
 
-def _run_pattern(
-    layers: tuple[str, ...], step: Step, carry: Carry
-) -> tuple[Carry, jax.Array | None]:
+def _run_pattern(layers: tuple[str, ...], step: Step, carry: Carry) -> tuple[Carry, Captured]:
     """Runs every layer, named by its stack, in order; captured values come back in layer order."""
     pattern = repeating_unit(layers)
-    seen: list[jax.Array | None] = []
+    seen: list[Captured] = []
 
     def run_part(part: tuple[str, ...], before: Mapping[str, jax.Array], carry: Carry):
         """`part` of the layers, with `before` layers of each stack before it."""
@@ -223,7 +276,7 @@ def _run_pattern(
             )
             position[name] = first + length
             seen.append(out)
-        return carry, None if seen[0] is None else jnp.concatenate(seen)
+        return carry, _joined(seen)
 
     def count(part: tuple[str, ...]) -> dict[str, int]:
         return {name: part.count(name) for name in STACKS}
@@ -238,12 +291,22 @@ def _run_pattern(
         return run_part(pattern.unit, positions, carry)
 
     carry, out = jax.lax.scan(run_unit, carry, jnp.arange(pattern.repeats, dtype=jnp.int32))
-    seen.append(None if out is None else out.reshape(-1, *out.shape[2:]))
+    seen.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out))
     if pattern.tail:
         done = count(layers[: len(layers) - len(pattern.tail)])
         carry, out = run_part(pattern.tail, done, carry)
         seen.append(out)
-    return carry, None if seen[0] is None else jnp.concatenate(seen)
+    return carry, _joined(seen)
+
+
+def _joined(seen: Sequence[Captured]) -> Captured:
+    """What consecutive layers show, one after another; not all of them are mixtures of experts."""
+    hidden = [one.hidden for one in seen if one.hidden is not None]
+    routes = [one.routes for one in seen if one.routes is not None]
+    return Captured(
+        jnp.concatenate(hidden) if hidden else None,
+        jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *routes) if routes else None,
+    )
 
 
 class Pattern(NamedTuple):

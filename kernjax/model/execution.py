@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernjax.model.moe import ExpertPlacement
 from kernjax.precision import LayerPolicy, Policy
 from pallas_kernels.formats import Format, from_bits
 from pallas_kernels.ops import OPS
@@ -19,10 +20,14 @@ Op = Callable[..., jax.Array | tuple[jax.Array, jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """One layer's formats, and plug-ins in place of ops; equal plans compile once."""
+    """One layer's formats, and plug-ins in place of ops; equal plans compile once.
+
+    `experts`: how a mixture of experts lies on a mesh.
+    """
 
     policy: LayerPolicy
     kernels: tuple[tuple[str, Op], ...] = ()
+    experts: ExpertPlacement | None = None
 
     def op(self, name: str) -> Op:
         """The function that computes op `name` at this layer, called with the public signature."""
@@ -77,19 +82,23 @@ class Execution:
 
 
 def plan_execution(
-    policy: Policy, num_layers: int, kernels: Mapping[str, Op] | None = None
+    policy: Policy,
+    num_layers: int,
+    kernels: Mapping[str, Op] | None = None,
+    experts: ExpertPlacement | None = None,
 ) -> Execution:
     """The execution of `policy` on a model of `num_layers`, with plug-ins in place of named ops.
 
     `kernels` maps an op's name (`attention.prefill`, ...) to a function of the op's public
     signature; the others come from `pallas_kernels`, where the policy names an implementation. One
-    with a method `covers(layer)` stands in where that says so.
+    with a method `covers(layer)` stands in where that says so. `experts` places mixtures of
+    experts on a mesh.
     """
     plugged = sorted((kernels or {}).items(), key=lambda item: item[0])
 
     def at(layer: int) -> LayerPlan:
         here = (pair for pair in plugged if getattr(pair[1], "covers", _everywhere)(layer))
-        return LayerPlan(policy.for_layer(layer), tuple(here))
+        return LayerPlan(policy.for_layer(layer), tuple(here), experts)
 
     return Execution(policy.without_overrides(), tuple(map(at, range(num_layers))))
 

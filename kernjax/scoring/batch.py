@@ -249,7 +249,7 @@ def _prefill_window(
     chosen = jnp.take_along_axis(states, columns[:, :, None], axis=1)
     scored = score_rows(logits(decoder, chosen, execution), targets, ids, full=full)
     if hidden:
-        at_columns = jnp.take_along_axis(captured, columns[None, :, :, None], axis=2)
+        at_columns = jnp.take_along_axis(captured.hidden, columns[None, :, :, None], axis=2)
         scored["hidden_sketch"] = sketch(at_columns)
     return cache, scored
 
@@ -273,7 +273,7 @@ def _decode_scan(graph, execution, variants, hidden, full, params, which, tokens
         )
         scored = score_rows(logits(decoder, states[:, 0], execution), target, at, full=full)
         if hidden:
-            scored["hidden_sketch"] = sketch(captured[:, :, 0])
+            scored["hidden_sketch"] = sketch(captured.hidden[:, :, 0])
         return cache, scored
 
     by_step = jnp.swapaxes(tokens, 0, 1)

@@ -138,7 +138,7 @@ def _captured(graph, execution, decode, params, cache, tokens):
     decoder = nnx.merge(graph, params)
     columns = jnp.arange(tokens.shape[1])
     _, cache, seen = forward(decoder, tokens, cache, execution, decode=decode, capture=columns)
-    return cache, seen
+    return cache, seen.hidden
 
 
 def _decoded(graph, execution, params, cache, tokens):

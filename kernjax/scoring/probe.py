@@ -57,4 +57,4 @@ def _step(graph, execution, params, token, cache):
         decode=True,
         capture=jnp.zeros((1,), jnp.int32),
     )
-    return captured[:, :, 0], cache.state
+    return captured.hidden[:, :, 0], cache.state

@@ -19,12 +19,19 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from kernjax.model.config import ModelConfig
-from kernjax.weights.names import expected_shapes
+from kernjax.weights.names import ONE_BY_ONE, STACKED, expected_shapes
 
 L, F = "linear_attention", "full_attention"
 
 WRAPPER_PREFIX = "model.language_model."
 TEXT_PREFIX = "model."
+
+# The vendor's, by family.
+CLASSES = {
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +40,8 @@ class Case:
 
     `wrapper` writes the multimodal layout (text_config, `model.language_model.` names, tensors of
     a vision tower and an MTP head that have to be skipped). Sizes are those of the config.
+    `experts` are their number and how many a token goes to, `expert_sizes` the widths of one and of
+    the shared one, `dense` the layers without; `one_by_one`: as tensors of their own in the file.
     """
 
     name: str
@@ -44,6 +53,11 @@ class Case:
     head_dim: int = 16
     linear_heads: tuple[int, int] = (2, 6)  # key, value
     linear_dims: tuple[int, int] = (16, 16)  # key, value
+    family: str = "qwen3_5"
+    experts: tuple[int, int] = (0, 0)
+    expert_sizes: tuple[int, int] = (0, 0)
+    dense: tuple[int, ...] = ()
+    one_by_one: bool = False
     vocab: int = 96
     batch: int = 2
     context_len: int = 200
@@ -53,7 +67,7 @@ class Case:
     def text_config(self, dtype: str = "bfloat16") -> dict[str, Any]:
         """The config.json of a text-only checkpoint."""
         return {
-            "architectures": ["Qwen3_5ForCausalLM"],
+            "architectures": [CLASSES[self.family]],
             "attention_bias": False,
             "attn_output_gate": True,
             "dtype": dtype,
@@ -69,7 +83,7 @@ class Case:
             "linear_value_head_dim": self.linear_dims[1],
             "mamba_ssm_dtype": "float32",
             "max_position_embeddings": 4096,
-            "model_type": "qwen3_5_text",
+            "model_type": "qwen3_next" if self.family == "qwen3_next" else f"{self.family}_text",
             "num_attention_heads": self.heads[0],
             "num_hidden_layers": len(self.layers),
             "num_key_value_heads": self.heads[1],
@@ -83,7 +97,21 @@ class Case:
             },
             "tie_word_embeddings": self.tied,
             "vocab_size": self.vocab,
+        } | self._moe_config()
+
+    def _moe_config(self) -> dict[str, Any]:
+        if self.family == "qwen3_5":
+            return {}
+        fields = {
+            "moe_intermediate_size": self.expert_sizes[0],
+            "num_experts": self.experts[0],
+            "num_experts_per_tok": self.experts[1],
+            "shared_expert_intermediate_size": self.expert_sizes[1],
         }
+        if self.family == "qwen3_next":
+            dense = {"decoder_sparse_step": 1, "mlp_only_layers": list(self.dense)}
+            fields |= {"norm_topk_prob": True, **dense}
+        return fields
 
     def config(self, dtype: str = "bfloat16") -> dict[str, Any]:
         """The config.json as it is written."""
@@ -92,12 +120,12 @@ class Case:
             return text
         text.pop("architectures")
         return {
-            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "architectures": [CLASSES[self.family].replace("CausalLM", "ConditionalGeneration")],
             "image_token_id": self.vocab - 1,
-            "model_type": "qwen3_5",
+            "model_type": self.family,
             "text_config": text,
             "tie_word_embeddings": self.tied,
-            "vision_config": {"depth": 1, "hidden_size": 8, "model_type": "qwen3_5"},
+            "vision_config": {"depth": 1, "hidden_size": 8, "model_type": self.family},
         }
 
     @property
@@ -122,6 +150,15 @@ CASES = (
         "tail", (L, L, F, L, L, F, L), wrapper=False, tied=False,
         heads=(6, 3), linear_heads=(3, 3), linear_dims=(8, 16), seed=4,
     ),
+    Case(
+        "moe", (L, L, F), wrapper=True, tied=False, heads=(4, 2), family="qwen3_5_moe",
+        experts=(8, 3), expert_sizes=(20, 28), seed=8,
+    ),
+    Case(
+        "next", (L, L, F, L, F), wrapper=False, tied=False, heads=(4, 2), linear_dims=(16, 24),
+        family="qwen3_next", experts=(12, 2), expert_sizes=(36, 20), dense=(0, 4), one_by_one=True,
+        seed=9,
+    ),
 )  # fmt: skip
 
 # 8 layers, hidden 128, logits of standard deviation 2; head_dim 64, so that the softmax scale is a
@@ -141,12 +178,18 @@ GOLDEN_CASES = (
         "golden-tail", (F, L, L), wrapper=False, tied=True, hidden=32, heads=(4, 2),
         linear_heads=(2, 4), vocab=64, batch=1, context_len=100, decode_len=8, seed=7,
     ),
+    Case(
+        "golden-next", (L, F, L), wrapper=False, tied=False, hidden=32, heads=(4, 2), vocab=64,
+        batch=1, linear_dims=(16, 8), family="qwen3_next", experts=(8, 3), expert_sizes=(12, 20),
+        dense=(0,), context_len=100, decode_len=8, seed=10,
+    ),
 )  # fmt: skip
 
 
 def draw(case: Case) -> dict[str, np.ndarray]:
     """The text model's tensors under canonical HF names, float32 [HF shapes]."""
-    shapes = expected_shapes(ModelConfig.from_dict(case.text_config()))
+    config = ModelConfig.from_dict(case.text_config())
+    shapes = expected_shapes(config, ONE_BY_ONE if case.one_by_one else STACKED)
     return {name: _tensor(case, name, shape) for name, shape in shapes.items()}
 
 
@@ -192,7 +235,7 @@ def _tensor(case: Case, name: str, shape: tuple[int, ...]) -> np.ndarray:
         values = 2 * normal * shape[1] ** -0.5 if case.tied else normal
     elif name == "lm_head.weight":
         values = 2 * normal * shape[1] ** -0.5
-    elif name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")):
+    elif name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight", "down_proj")):
         # Branches smaller than the residual stream, as in trained models: at unit gain a random
         # network multiplies float32's own rounding by a thousand.
         values = 0.35 * normal * shape[-1] ** -0.5

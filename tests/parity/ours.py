@@ -132,7 +132,7 @@ def _call(graph, execution, decode, params, tokens, cache, count):
         decoder, tokens, cache, execution, count=count, decode=decode,
         capture=jnp.arange(tokens.shape[1]),
     )  # fmt: skip
-    return logits(decoder, hidden, execution), cache, captured
+    return logits(decoder, hidden, execution), cache, captured.hidden
 
 
 def _cached(cache: Cache, execution: Execution) -> Cached:

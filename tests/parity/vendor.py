@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from .checkpoints import CLASSES
 from .trace import Cached, Trace
 
 
 def load(directory: Path, dtype: str, attn_implementation: str) -> Any:
-    """`Qwen3_5ForCausalLM` of the directory; AssertionError where a tensor does not fit."""
+    """The directory's model, text only; AssertionError where a tensor does not fit."""
     import torch
     import transformers
 
@@ -21,7 +22,7 @@ def load(directory: Path, dtype: str, attn_implementation: str) -> Any:
         attn_implementation=attn_implementation,
         output_loading_info=True,
     )
-    assert type(model).__name__ == "Qwen3_5ForCausalLM"
+    assert type(model).__name__ in CLASSES.values()
     assert not any(report[kind] for kind in ("missing_keys", "mismatched_keys")), report
     assert all("visual" in n or "mtp" in n for n in report["unexpected_keys"]), report
     return model.eval()
