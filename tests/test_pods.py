@@ -1,4 +1,4 @@
-"""What holds many processes together: the guardian, the talk, the flags. Nothing here starts jax."""
+"""What holds many processes together: the guardian, the talk, the flags. None starts jax."""
 
 from __future__ import annotations
 
