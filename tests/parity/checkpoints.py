@@ -180,7 +180,7 @@ GOLDEN_CASES = (
     ),
     Case(
         "golden-next", (L, F, L), wrapper=False, tied=False, hidden=32, heads=(4, 2), vocab=64,
-        batch=1, linear_dims=(16, 8), family="qwen3_next", experts=(8, 3), expert_sizes=(12, 20),
+        batch=1, linear_dims=(16, 8), family="qwen3_next", experts=(8, 3), expert_sizes=(16, 24),
         dense=(0,), context_len=100, decode_len=8, seed=10,
     ),
 )  # fmt: skip

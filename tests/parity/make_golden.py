@@ -1,10 +1,11 @@
 """Makes tests/parity/golden/*.npz again from fixed seeds; needs torch and transformers.
 
-Run from the repository's root as `python -m tests.parity.make_golden`.
+Run from the repository's root as `python -m tests.parity.make_golden [CASE...]`.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from .checkpoints import GOLDEN_CASES, draw, write
 
 def main() -> None:
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    for case in GOLDEN_CASES:
+    for case in (case for case in GOLDEN_CASES if case.name in sys.argv[1:] or not sys.argv[1:]):
         tensors = draw(case)
         with tempfile.TemporaryDirectory() as folder:
             directory = write(case, Path(folder), tensors)
