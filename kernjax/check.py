@@ -108,11 +108,12 @@ def main(args: list[str]) -> int:
         comparison = compare(reference, runs.candidate)
         verdict = judge(
             comparison,
-            band_path,
+            band,
             isolated=compare(*runs.isolated) if runs.isolated else None,
             incumbent=compare(reference, incumbent) if incumbent else None,
             repeat=compare(reference, runs.repeat) if runs.repeat else None,
             deploy_context=_DEPLOY.value,
+            flags=_asked(),
         )
         twin = _twin_table(compare(*runs.twin)) if runs.twin else None
     wall_s = time.monotonic() - began
@@ -138,6 +139,18 @@ def main(args: list[str]) -> int:
     line = verdict_line(verdict, wall_s, more)
     command.print_json(line)
     return verdict.exit_code
+
+
+def _asked() -> dict[str, str]:
+    """What the commands that findings name need beside reference, band and candidate."""
+    flags = {
+        "model": _MODEL,
+        "corpus": _CORPUS,
+        "production_policy": _PRODUCTION,
+        "mesh": _MESH,
+        "mirror": _MIRROR,
+    }
+    return {name: str(flag.value) for name, flag in flags.items() if flag.value != flag.default}
 
 
 def _as_typed() -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from kernjax.base.errors import UserError
 from kernjax.judge import Band, calibrate, judge
+from kernjax.judge.band import content_sha256
 from kernjax.judge.limits import flip_limits, leave_one_out, limits_of
 from kernjax.judge.simulate import Corpus, Design, Effect
 
@@ -61,7 +62,7 @@ def test_what_a_band_keeps(band, normals):
         (kind, context, phase)
         for kind in ("code", "prose")
         for context in (512, 2048)
-        for phase in ("prefill", "decode")
+        for phase in ("prefill", "decode", "rescore")
     }
     prose = next(s for s in band.strata if s["kind"] == "prose" and s["phase"] == "decode")
     assert prose["p50"] < prose["mean"] < prose["p99"] <= prose["max"]
@@ -146,6 +147,20 @@ def test_a_small_outlier_is_seen_among_many_peers(corpus, normals):
         calibrate(None, [*many, corpus.producer(Effect("odd", ratio=1.35))])
 
 
+@pytest.mark.parametrize(
+    ("effect", "gate"),
+    [
+        (Effect("odd", edges=4.0), "edges"),
+        (Effect("odd", rescored=1.6), "decode_vs_prefill"),
+        (Effect("odd", own=8.0), "decode_vs_prefill"),
+        (Effect("odd", late=1.6), "growth_decode"),
+    ],
+)
+def test_a_normal_that_is_wrong_in_one_gate_buys_no_room_there(corpus, normals, effect, gate):
+    with pytest.raises(UserError, match=rf"Normal odd \d+ is an outlier.*gate {gate}"):
+        calibrate(None, [*normals, corpus.producer(effect)])
+
+
 def test_producers_that_spread_too_far(corpus):
     ratios = (0.80, 0.95, 1.05, 1.20)
     spread = [corpus.producer(Effect(f"r{r}", ratio=r)) for r in ratios]
@@ -196,7 +211,8 @@ def test_from_recordings():
         ("", "is no band"),
         ("[1]", "is no band"),
         ('{"schema_version": 99}', "schema version 99"),
-        ('{"schema_version": 1}', "damaged"),
+        ('{"schema_version": 1}', "schema version 1"),
+        ('{"schema_version": 2}', "damaged"),
     ],
 )
 def test_files_that_are_no_band(tmp_path, content, message):
@@ -214,16 +230,68 @@ def test_unknown_and_missing_gates(tmp_path, band):
         ({**data["limits"], "edgse: chunk": data["limits"][name]}, "edgse"),
         ({k: v for k, v in data["limits"].items() if k != name}, "lacks a limit"),
     ):
-        path.write_text(json.dumps({**data, "limits": limits}))
+        write(path, {**data, "limits": limits})
         with pytest.raises(UserError, match=message):
             Band.load(path)
+
+
+def write(path, data) -> None:
+    """A band file that somebody edited and gave the hash of its new content."""
+    path.write_text(json.dumps({**data, "sha256": content_sha256(data)}))
+
+
+def test_an_edited_band_is_not_believed(tmp_path, band):
+    """Whatever was edited, and whether or not the hash was made to fit where limits tell."""
+    path = tmp_path / "band.json"
+    band.save(path)
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps(written))  # laid out otherwise: the same band
+    assert Band.load(path).limits == band.limits
+
+    def edited(*keys, value):
+        data = json.loads(json.dumps(written))
+        inner = data
+        for key in keys[:-1]:
+            inner = inner[key]
+        assert inner[keys[-1]] != value
+        inner[keys[-1]] = value
+        return data
+
+    level = "level: prose, geometric"
+    cases = {
+        "allowed": edited("limits", level, "allowed", value=1.9),
+        "detectable": edited("limits", level, "detectable", value=1.001),
+        "unit": edited("limits", level, "unit", value="mass"),
+        "detection floor": edited("detection_floor", "prose", value=1.01),
+        "flips in the bins": edited("flip_bins", value=[[1, 2]]),
+        "producers": edited("producers", value=written["producers"][:4]),
+        "limit level": edited("normals", 0, "mean_log", "level", value=[-9.0] * len(band.segments)),
+    }
+    for message, data in cases.items():
+        path.write_text(json.dumps(data))
+        with pytest.raises(UserError, match="was changed after it was calibrated"):
+            Band.load(path)
+        write(path, data)
+        with pytest.raises(UserError, match=f"{message}.*calibrate"):
+            Band.load(path)
+    # What cannot be computed again from the file: the hash alone tells.
+    for data in (
+        edited("margins", "confident_margin", value=5.0),
+        edited("settings", "max_allowed_ratio", value=9.0),
+        edited("reference", "identity", value="another"),
+        edited("producers", 1, "digest", value="another"),
+        edited("deploy_context", value=512),
+    ):
+        path.write_text(json.dumps(data))
+        with pytest.raises(UserError, match=r"was changed.*kernjax\.calibrate.*Restore it"):
+            judge(None, path)
 
 
 def test_a_band_cut_short_or_edited(tmp_path, band):
     path = tmp_path / "band.json"
     data = band.to_dict()
     data["normals"][0]["mean_log"]["level"].pop()
-    path.write_text(json.dumps(data))
+    write(path, data)
     with pytest.raises(UserError, match="damaged"):
         Band.load(path)
     with pytest.raises(UserError, match="Could not read"):

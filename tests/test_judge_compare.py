@@ -87,6 +87,47 @@ def test_non_finite_values_are_masked_not_spread():
     assert not c.flipped[[5, 7, 9]].any()
 
 
+def test_extras_that_are_not_finite_count_as_the_rows_do():
+    """A NaN in a hidden sketch is the candidate's NaN, though no probability shows it."""
+    reference, candidate = made.pair()
+    rows = len(reference.pos)
+    sketches = np.zeros((rows, 2, 32), np.float32)
+    broken = sketches.copy()
+    broken[5, 1, 7], broken[8, 0, 0] = np.nan, np.inf
+    kinds = {"hidden_sketch": sketches, "count": np.arange(rows, dtype=np.int32)}
+    reference = made.changed(reference, extras=kinds)
+    c = compare(reference, made.changed(candidate, extras={**kinds, "hidden_sketch": broken}))
+    assert np.nonzero(~c.finite)[0].tolist() == [5, 8]
+    assert np.isfinite(c.kl).all()
+    with pytest.raises(UserError, match="NaN or infinite values in 2 rows"):
+        compare(made.changed(reference, extras={"hidden_sketch": broken}), candidate)
+
+
+def test_full_distributions_that_are_not_finite():
+    reference, candidate = made.pair()
+    full = np.full((len(reference.pos), made.VOCAB), -np.log(made.VOCAB), np.float32)
+    broken = full.copy()
+    broken[3, 9] = -np.inf
+    c = compare(
+        made.changed(reference, extras={"logprobs": full}),
+        made.changed(candidate, extras={"logprobs": broken}),
+    )
+    assert np.nonzero(~c.finite)[0].tolist() == [3]
+
+
+def test_a_top1_id_that_is_not_the_likeliest():
+    """Flips are counted by it: one copied from the reference, or shifted, would hide them all."""
+    reference, candidate = made.pair(noise=1.0)
+    compare(reference, candidate)
+    assert (candidate.top1_ids != reference.top1_ids).any()
+    copied = made.changed(candidate, top1_ids=reference.top1_ids)
+    with pytest.raises(UserError, match="top1_ids of .* are not the likeliest"):
+        compare(reference, copied)
+    rolled = made.changed(candidate, top1_ids=np.roll(candidate.top1_ids, 1))
+    with pytest.raises(UserError, match="top1_ids"):
+        compare(reference, rolled)
+
+
 def test_decode_against_one_shot_prefill():
     parts = made.segments()
     logits = made.logits_of(parts)

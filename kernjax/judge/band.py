@@ -2,7 +2,9 @@
 
 It holds the normal producers' per-segment numbers (so that a candidate can be paired with them
 without their recordings), the limits derived from them, quantiles for people, and every identity.
-`kernjax.judge.calibrate` makes one; nothing else changes it.
+`kernjax.judge.calibrate` makes one; nothing else changes it. A file is believed only as far as it
+agrees with itself: its content has a hash, and what follows from the normals' numbers (limits, flip
+bins, detection floor) is computed again when it is read.
 """
 
 from __future__ import annotations
@@ -10,21 +12,27 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kernjax.base.errors import UserError
+from kernjax.base.hashing import sha256_json
 from kernjax.judge.comparison import PHASES, Comparison, Segment
 from kernjax.judge.gates import Limit, Row, predeclared
-from kernjax.judge.limits import leave_one_out
+from kernjax.judge.limits import leave_one_out, limits_of, merge_flip_bins
 from kernjax.judge.metrics import MARGIN_LABELS
 from kernjax.judge.summaries import GROUPS, Summary
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+MIN_NORMALS = 4
+IN_MEMORY = "in memory"
+_DIGITS = 1e-5
+"""Relative: limits are kept to six digits, and sums differ in the last bits between machines."""
+
 _DECIMALS = 6
 _MASS_DECIMALS = 9
 
@@ -48,6 +56,7 @@ class Band:
     bad: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+    path: str = IN_MEMORY  # where it was read
 
     @property
     def rows(self) -> list[Row]:
@@ -82,8 +91,8 @@ class Band:
             ) from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, NaN as null."""
-        return {
+        """Plain JSON values, NaN as null, with the hash of all the others."""
+        value = {
             "schema_version": self.schema_version,
             "reference": self.reference,
             "production_policy": self.production_policy,
@@ -100,6 +109,7 @@ class Band:
             "segments": [asdict(s) | {"documents": list(s.documents)} for s in self.segments],
             "normals": [_summary_to_dict(normal) for normal in self.normals],
         }
+        return {"schema_version": self.schema_version, "sha256": content_sha256(value), **value}
 
     @classmethod
     def load(cls, path: str | Path) -> Band:
@@ -126,7 +136,7 @@ class Band:
                 "Calibrate it again, or use the kernjax it was made with.",
             )
         try:
-            return cls.from_dict(data)
+            return replace(cls.from_dict(data), path=os.fspath(path))
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise UserError(
                 f"The band {path} is damaged: {type(error).__name__}: {error}.",
@@ -136,7 +146,16 @@ class Band:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Band:
-        """The inverse of `to_dict`."""
+        """The inverse of `to_dict`; UserError where the value does not agree with itself."""
+        if (found := content_sha256(data)) != data["sha256"]:
+            raise UserError(
+                f"The band was changed after it was calibrated: its content has the hash "
+                f"{_short(found)}.",
+                f"It says {_short(data['sha256'])}: a band file is only ever written by "
+                "kernjax.calibrate.",
+                "Restore it, or calibrate again: a limit follows from what the normal producers "
+                "do, and other producers or more segments are what changes it.",
+            )
         segments = tuple(
             Segment(s["id"], s["kind"], s["context_len"], s["score_len"], tuple(s["documents"]))
             for s in data["segments"]
@@ -160,14 +179,19 @@ class Band:
             bad=list(data["bad"]),
             settings=dict(data["settings"]),
         )
+        band._check_numbers()
         band._check_limits()
         return band
 
-    def _check_limits(self) -> None:
-        """UserError unless the limits are those of exactly the gate rows that the normals have.
-
-        A gate that was left out, or misspelt, would be a gate that nobody looks at.
-        """
+    def _check_numbers(self) -> None:
+        """UserError unless there are enough producers and every limit is a number."""
+        count = len(self.normals)
+        if count < MIN_NORMALS or len(self.producers) != count:
+            raise UserError(
+                f"The band names {len(self.producers)} producers and has the numbers of {count}.",
+                f"Expected the numbers of each, and at least {MIN_NORMALS}.",
+                _CALIBRATE,
+            )
         numbers = {
             **{f"limit {key}": limit.allowed for key, limit in self.limits.items()},
             **{
@@ -180,24 +204,80 @@ class Band:
                 raise UserError(
                     f"The band's {name} is {value!r}.",
                     "Expected a finite number.",
-                    "A band file is only ever written by kernjax.calibrate: calibrate again.",
+                    _CALIBRATE,
                 )
+
+    def _check_limits(self) -> None:
+        """UserError unless the limits are what the normals' numbers give, of exactly their rows.
+
+        A gate that was left out, or misspelt, would be a gate that nobody looks at.
+        """
+        flips = np.mean([normal.flips.sum(axis=0) for normal in self.normals], axis=0)
+        if self.flip_bins != (bins := merge_flip_bins(flips)):
+            raise UserError(
+                f"The band tests flips in the bins {self.flip_bins}.",
+                f"Its normals' flips give {bins}.",
+                _CALIBRATE,
+            )
         rows = self._predeclared
-        expected = leave_one_out(self.segments, self.normals, rows)
+        expected = limits_of(rows, leave_one_out(self.segments, self.normals, rows))
         known = {row.key for row in rows}
         if unknown := [key for key in self.limits if key not in known]:
             gates = ", ".join(dict.fromkeys(row.gate for row in rows))
             raise UserError(
                 f"The band has a limit for {unknown[0]!r}, which is no row of its gates.",
                 f"Gates: {gates}.",
-                "A band file is only ever written by kernjax.calibrate: calibrate again.",
+                _CALIBRATE,
             )
         if missing := [key for key in expected if key not in self.limits]:
             raise UserError(
                 f"The band lacks a limit for {missing[0]!r}, which its normals can be tested on.",
                 "Every predeclared gate is evaluated.",
-                "A band file is only ever written by kernjax.calibrate: calibrate again.",
+                _CALIBRATE,
             )
+        given, computed = _limits_to_dict(self.limits), _limits_to_dict(expected)
+        for key, values in computed.items():
+            for name, value in values.items():
+                if not _same(given[key][name], value):
+                    raise UserError(
+                        f"The band's limit {key} has {name} {given[key][name]}.",
+                        f"Its normals' numbers give {value}.",
+                        _CALIBRATE,
+                    )
+        floor = detection_floor(rows, expected)
+        if self.detection_floor.keys() != floor.keys() or not all(
+            _same(self.detection_floor[kind], value) for kind, value in floor.items()
+        ):
+            raise UserError(
+                f"The band's detection floor is {self.detection_floor}.",
+                f"Its normals' numbers give {floor}.",
+                _CALIBRATE,
+            )
+
+
+_CALIBRATE = "A band file is only ever written by kernjax.calibrate: calibrate again."
+
+
+def content_sha256(data: Mapping[str, Any]) -> str:
+    """The hash of a band's values, however the file is laid out; its own `sha256` left out."""
+    return sha256_json({key: value for key, value in data.items() if key != "sha256"})
+
+
+def detection_floor(rows: Sequence[Row], limits: Mapping[str, Limit]) -> dict[str, float]:
+    """By kind: the smallest uniform R, all depths, that the level gate FAILs with 95 % power."""
+    return {
+        str(row.kind): float(f"{math.exp(limits[row.key].detectable):.4g}")
+        for row in rows
+        if row.gate == "level" and row.context is None and row.statistic == "geometric"
+        if row.key in limits
+    }
+
+
+def _same(given: Any, computed: Any) -> bool:
+    """Whether a number of the file is the computed one, to the digits it is kept with."""
+    if isinstance(computed, str):
+        return given == computed
+    return math.isclose(given, computed, rel_tol=_DIGITS, abs_tol=1e-12)
 
 
 def rounded(summary: Summary) -> Summary:
@@ -218,8 +298,8 @@ def identities(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {key: manifest[key] for key in keys if manifest.get(key) is not None}
 
 
-def check_belongs(comparison: Comparison, band: Band) -> None:
-    """Raises UserError unless the comparison is against the band's own reference."""
+def check_same_subject(comparison: Comparison, band: Band) -> None:
+    """Raises UserError unless the comparison is of the band's model, tokenizer and corpus."""
     manifest = comparison.reference_manifest
     for title, key, part in (
         ("model", "model", "weights_sha256"),
@@ -236,6 +316,11 @@ def check_belongs(comparison: Comparison, band: Band) -> None:
                 "A band holds for the model, tokenizer and corpus it was calibrated on.",
                 "Calibrate a band for this reference, or pass the band's own.",
             )
+
+
+def check_belongs(comparison: Comparison, band: Band) -> None:
+    """Raises UserError unless the comparison is against the band's own reference."""
+    check_same_subject(comparison, band)
     if band.reference.get("identity") != comparison.reference_identity:
         raise UserError(
             f"The band was calibrated against reference "

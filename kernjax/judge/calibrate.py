@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kernjax.base.errors import UserError
-from kernjax.judge.band import Band, identities, rounded
+from kernjax.judge.band import MIN_NORMALS, Band, detection_floor, identities, rounded
 from kernjax.judge.comparison import PHASES, Comparison, compare, label
 from kernjax.judge.gates import Evidence, Row, predeclared
 from kernjax.judge.intervals import Estimate
@@ -34,7 +34,6 @@ from kernjax.judge.verdict import judge
 if TYPE_CHECKING:
     from kernjax.recording import Recording
 
-MIN_NORMALS = 4
 MAX_PRODUCER_RATIO = 1.5
 MAX_ALLOWED_RATIO = 2.0
 _OUTLIER_P = 0.01
@@ -80,15 +79,11 @@ def calibrate(
     rows = predeclared(first.segments, list(statistics), bins)
     loo = leave_one_out(first.segments, summaries, rows)
     levels = [row for row in rows if row.gate == "level" and row.context is None]
-    _check_outliers(names, levels, loo, max_producer_ratio)
+    ratios = [row for row in rows if row.quantity != "mass" and row.contrast == "mean"]
+    _check_outliers(names, ratios, loo, max_producer_ratio)
     limits = limits_of(rows, loo)
     _check_width(levels, limits, max_allowed_ratio)
 
-    floor = {
-        str(row.kind): float(f"{math.exp(limits[row.key].detectable):.4g}")
-        for row in levels
-        if row.statistic == "geometric" and row.key in limits
-    }
     band = Band(
         reference=identities(first.reference_manifest) | {"identity": first.reference_identity},
         producers=[
@@ -104,7 +99,7 @@ def calibrate(
         flip_bins=bins,
         margins=_margins(comparisons, level),
         strata=_strata(comparisons),
-        detection_floor=floor,
+        detection_floor=detection_floor(rows, limits),
         production_policy=production_policy,
         deploy_context=deploy_context,
         settings={
@@ -226,12 +221,15 @@ def _check_outliers(
     """Each producer's mean ln R against its peers': a t test on the producers, and a plain limit.
 
     With four producers the test alone is blind (three peers say little about spread); the limit
-    is what keeps one noisy producer from buying room for everybody.
+    is what keeps one noisy producer from buying room for everybody. All gates that are ratios are
+    looked at: a fault at edges only would widen what is allowed at edges.
     """
     tested = [row for row in rows if row.key in loo]
     count = len(names)
     for row in tested:
         deviation = np.array([e.value for e in loo[row.key]])  # from the mean of the others
+        if row.statistic == "self":  # measured against the normals' level, not among themselves
+            deviation = (deviation - deviation.mean()) * count / (count - 1)
         sampling = math.sqrt(float(np.mean([e.se**2 for e in loo[row.key]])))
         own = deviation * (count - 1) / count
         for index, name in enumerate(names):
@@ -248,7 +246,7 @@ def _check_outliers(
                 )
                 raise UserError(
                     f"Normal {name} is an outlier: its KL is {math.exp(own[index]):.3g} times the "
-                    f"mean of all ({row.stratum}), its peers are at {peers}.",
+                    f"mean of all (gate {row.gate}, {row.stratum}), its peers are at {peers}.",
                     f"Equally right producers agree within {max_ratio:g} times and are not told "
                     "apart from their peers' own spread.",
                     "Leave it out, or give more producers of its kind if it is right.",

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from kernjax.base.errors import UserError
-from kernjax.judge.band import Band, check_belongs
+from kernjax.judge.band import IN_MEMORY, Band, check_belongs, check_same_subject
 from kernjax.judge.comparison import Comparison, Segment
 from kernjax.judge.gates import Evidence, Row
-from kernjax.judge.summaries import Summary, summarise
+from kernjax.judge.summaries import Summary, ratio_statistics, summarise
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,9 @@ class Finding:
     todo: str = ""
     command: str = ""  # the next command to run
 
+
+SEGMENT_STATISTICS = ("geometric", "arithmetic", "rescore", "rescore_arithmetic")
+"""ln R of single segments, as `ratio_statistics` names them."""
 
 SEVERITIES = ("fail", "inconclusive", "warning", "note")
 
@@ -39,11 +42,14 @@ class Case:
     incumbent: Comparison | None = None
     repeat: Comparison | None = None
     deploy_context: int | None = None
+    flags: Mapping[str, str] = field(default_factory=dict)  # of the commands that findings name
 
     def __post_init__(self) -> None:
         for one in (self.comparison, self.incumbent, self.repeat):
             if one is not None:
                 check_belongs(one, self.band)
+        if self.isolated is not None:  # its reference may be an oracle behind the same casts
+            check_same_subject(self.isolated, self.band)
         for one in (self.incumbent, self.repeat):
             if one is not None and one.segments != self.comparison.segments:
                 raise UserError(
@@ -100,6 +106,20 @@ class Case:
         ]
 
     @cached_property
+    def largest_of_normals(self) -> dict[str, float]:
+        """By statistic: the largest ln R that a normal has, against the others, in any segment."""
+        normals = self.band.normals
+        found = [
+            ratio_statistics(normal, [*normals[:i], *normals[i + 1 :]])
+            for i, normal in enumerate(normals)
+        ]
+        return {
+            name: max(float(np.nanmax(statistics[name])) for statistics in found)
+            for name in SEGMENT_STATISTICS
+            if name in found[0]
+        }
+
+    @cached_property
     def subject(self) -> Summary:
         """The candidate, per segment."""
         return summarise(self.comparison, self.band.level)
@@ -138,17 +158,31 @@ class Case:
 
     def check_command(self, **flags: str | int) -> str:
         """A `kernjax.check` of this candidate with further flags, ready for a shell."""
-        c = self.comparison
-        ours, theirs = c.candidate_manifest, c.reference_manifest
-        words = [f"--reference={c.reference_name}"]
+        candidate = self._rerun() or [f"--candidate={self.comparison.candidate_name}"]
+        return self._command("check", candidate, flags)
+
+    def locate_command(self) -> str:
+        """`kernjax.locate` of this candidate; "" where it is known as a recording only."""
+        candidate = self._rerun()
+        return self._command("locate", candidate, {}) if candidate else ""
+
+    def _rerun(self) -> list[str]:
+        """The flags that make this candidate again; none: another engine made it."""
+        ours, theirs = self.comparison.candidate_manifest, self.comparison.reference_manifest
         policy = (ours.get("policy") or {}).get("text")
-        if "policy" in flags or policy:
-            words.append(f"--policy={flags.pop('policy', policy)}")
-            for op, kernel in sorted((ours.get("kernels") or {}).items()):
-                if kernel != (theirs.get("kernels") or {}).get(op) and ":" in str(kernel):
-                    at = f"@layers={kernel['layers']}" if kernel.get("layers") else ""
-                    words.append(f"--kernel={op}={kernel.get('name')}{at}")
-        else:
-            words.append(f"--candidate={c.candidate_name}")
-        words += [f"--{name}={value}" for name, value in flags.items()]
-        return "python -m kernjax.check " + " ".join(shlex.quote(word) for word in words)
+        if not policy or ours.get("engine") not in (None, "jax"):
+            return []
+        words = [f"--policy={policy}"]
+        for op, kernel in sorted((ours.get("kernels") or {}).items()):
+            if kernel != (theirs.get("kernels") or {}).get(op) and ":" in str(kernel):
+                at = f"@layers={kernel['layers']}" if kernel.get("layers") else ""
+                words.append(f"--kernel={op}={kernel.get('name')}{at}")
+        return words
+
+    def _command(self, name: str, candidate: list[str], flags: Mapping[str, str | int]) -> str:
+        known = {"reference": self.comparison.reference_name, "band": self.band.path}
+        if self.band.path == IN_MEMORY:
+            del known["band"]
+        words = [f"--{key}={value}" for key, value in {**known, **self.flags}.items()]
+        words += [*candidate, *(f"--{key}={value}" for key, value in flags.items())]
+        return f"python -m kernjax.{name} " + " ".join(shlex.quote(word) for word in words)

@@ -27,6 +27,9 @@ PHASES = ("prefill", "decode", "rescore")
 _MASS_TOLERANCE = 1e-2
 """|ln of the cells' summed probability|: float32 reaches 1e-5, other engines' files 1e-3."""
 
+_TOP1_TOLERANCE = 1e-3
+"""Nats by which the top-1 id may be below another: other engines' files are rounded."""
+
 _VALUES = ("top_logprobs", "tail_logprob", "target_logprobs", "margins", "top1_ids")
 
 
@@ -45,7 +48,8 @@ class Segment:
 class Comparison:
     """Candidate against reference; arrays over the rows R of the segments the candidate has.
 
-    `kl` and the changes are NaN where the candidate is not finite (`finite` False).
+    `kl` and the changes are NaN where the candidate's distribution is not finite; `finite` is
+    False there, and where a value kept beside it (an extra: hidden sketches, say) is not.
     """
 
     segments: tuple[Segment, ...]
@@ -66,6 +70,7 @@ class Comparison:
     reference_manifest: Mapping[str, Any] = field(default_factory=dict)
     candidate_manifest: Mapping[str, Any] = field(default_factory=dict)
     reference_identity: str = ""
+    candidate_identity: str = ""  # also over what it was made of
     candidate_digest: str = ""  # over the candidate's values: equal where every bit is equal
     reference_name: str = "reference"
     candidate_name: str = "candidate"
@@ -129,6 +134,7 @@ def compare(
     finite = np.isfinite(q_raw).all(axis=1)
     finite &= np.isfinite(candidate.target_logprobs) & np.isfinite(candidate.margins)
     _check_mass(q_raw, finite, candidate.path)
+    _check_top1(candidate, finite)
     p = metrics.cells(p_raw)
     own = np.full((len(p), q_raw.shape[1]), np.nan)
     own[finite] = metrics.cells(q_raw[finite])
@@ -141,6 +147,7 @@ def compare(
 
     margin = reference.margins.astype(np.float64)
     other_top1 = (reference.top1_ids != candidate.top1_ids) & finite
+    whole = finite & _finite_extras(candidate)
     comparison = Comparison(
         segments=tuple(_segment(entry) for entry in reference.segments),
         segment=reference.segment.astype(np.int64),
@@ -154,12 +161,13 @@ def compare(
         margin_change=(q[:, 0] - q[:, 1]) - (p[:, 0] - p[:, 1]),
         tail_mass=np.exp(p[:, -1]),
         tail_change=np.exp(q[:, -1]) - np.exp(p[:, -1]),
-        finite=finite,
+        finite=whole,
         reference_target=reference.target_logprobs.astype(np.float64),
         candidate_target=candidate.target_logprobs.astype(np.float64),
         reference_manifest=reference.manifest,
         candidate_manifest=candidate.manifest,
         reference_identity=reference.identity,
+        candidate_identity=candidate.identity,
         candidate_digest=_digest(candidate),
         reference_name=reference.path,
         candidate_name=candidate.path,
@@ -243,6 +251,35 @@ def _check_mass(raw: np.ndarray, finite: np.ndarray, name: str) -> None:
             "The tail is ln of all the rest's probability over the true vocabulary, of one softmax "
             "with the rest.",
         )
+
+
+def _check_top1(recording: Recording, finite: np.ndarray) -> None:
+    """A row's top-1 id must be its likeliest: flips are counted by it, KL by the probabilities."""
+    largest = recording.top_logprobs.max(axis=1)
+    own = np.where(
+        recording.top_ids == recording.top1_ids[:, None], recording.top_logprobs, -np.inf
+    ).max(axis=1)
+    # One that is not listed lies in the tail, which is at least as probable as it is alone.
+    least = np.where(np.isfinite(own), own, recording.tail_logprob)
+    bad = np.nonzero(finite & (least < largest - _TOP1_TOLERANCE))[0]
+    if bad.size:
+        row = bad[0]
+        raise UserError(
+            f"{recording.path}: top1_ids of {bad.size} rows are not the likeliest tokens; the "
+            f"first, row {row}: id {recording.top1_ids[row]} at {least[row]:.4g} at most, another "
+            f"at {largest[row]:.4g}.",
+            "A row's top-1 id and its log-probabilities are of one softmax.",
+            "Record it again; in an imported file, look for rows that were shifted or sorted.",
+        )
+
+
+def _finite_extras(recording: Recording) -> np.ndarray:
+    """[R] bool: whether all that is kept beside the distributions is finite too."""
+    finite = np.ones(len(recording), dtype=bool)
+    for values in recording.extras.values():
+        if values.dtype.kind == "f":
+            finite &= np.isfinite(values).reshape(len(values), -1).all(axis=1)
+    return finite
 
 
 def _self_kl(recording: Recording, cells: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ number of the candidate with the largest the band allows:
 | tail_mass | change of the mass outside the top 20, either sign | kind |
 | edges | R just after prefill-window, document and chunk edges | class of edge |
 | decode_vs_prefill | KL(one-shot prefill || decode) over that of two right producers | all |
+| | R of the decoded tokens rescored by one prefill, arithmetic and geometric | as of level |
 | prefill_last | R at the prompt's last position | all |
 
 Two more are rules without a p-value: `nonfinite` and `confident_flips`.
@@ -211,14 +212,7 @@ def predeclared(
     """All rows that a corpus with these segments and statistics gives, in table order."""
     rows: list[Row] = []
     kinds = sorted({s.kind for s in segments})
-    for kind in kinds:
-        depths = sorted({s.context_len for s in segments if s.kind == kind})
-        for mean in ("geometric", "arithmetic"):
-            name = f"{kind}, {mean}"
-            many = len(depths) > 1
-            rows.append(Row("level", name, mean, kind=kind))  # all depths
-            for depth in depths if many else []:
-                rows.append(Row("level", f"{name}, {depth}", mean, kind=kind, context=depth))
+    rows += _level_rows(segments, "level", {"geometric": "geometric", "arithmetic": "arithmetic"})
     for kind in kinds:
         rows.append(Row("growth_context", kind, "excess", "slope", "ratio per doubling", kind))
     if "step" in statistics:
@@ -227,9 +221,28 @@ def predeclared(
         rows.append(Row("flips", f"margin {bins_label(bins)}", "flips", "counts", bins=bins))
     rows += [Row("tail_mass", kind, "tail", quantity="mass", kind=kind) for kind in kinds]
     rows += [Row("edges", name, key) for key, name in _EDGES.items() if key in statistics]
-    for gate, key in (("decode_vs_prefill", "self"), ("prefill_last", "last")):
-        if key in statistics:
-            rows.append(Row(gate, "all", key))
+    if "self" in statistics:
+        rows.append(Row("decode_vs_prefill", "all", "self"))
+    if "rescore" in statistics:
+        means = {"geometric": "rescore", "arithmetic": "rescore_arithmetic"}
+        rows += _level_rows(segments, "decode_vs_prefill", means, "rescored ")
+    if "last" in statistics:
+        rows.append(Row("prefill_last", "all", "last"))
+    return rows
+
+
+def _level_rows(
+    segments: Sequence[Segment], gate: str, means: Mapping[str, str], what: str = ""
+) -> list[Row]:
+    """kind x mean x (all depths, each depth); `means`: the statistic of each mean."""
+    rows = []
+    for kind in sorted({s.kind for s in segments}):
+        depths = sorted({s.context_len for s in segments if s.kind == kind})
+        for mean, statistic in means.items():
+            name = f"{what}{kind}, {mean}"
+            rows.append(Row(gate, name, statistic, kind=kind))  # all depths
+            for depth in depths if len(depths) > 1 else []:
+                rows.append(Row(gate, f"{name}, {depth}", statistic, kind=kind, context=depth))
     return rows
 
 

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from kernjax.judge import intervals, metrics
 from kernjax.judge.case import Case, Finding
 from kernjax.judge.comparison import PHASES
-from kernjax.judge.gates import CONFIDENCE, RULES, Gate, Outcome
+from kernjax.judge.gates import CONFIDENCE, RULES, Gate, Outcome, Row
 from kernjax.judge.lenses import LAW_DEPTHS, IncumbentRow, IsolatedLaw
 
 MIN_SEGMENTS = 16
 TAIL_WARNING, TAIL_LIMIT = 0.2, 0.4
 MAX_EXTRAPOLATION = 4
 _LISTED = 5
+_SEGMENT_MARGIN = 1.5
+"""On ln R: how far beyond the normals' largest segment one has to be."""
+
+_BLIND = 4.0
+"""A gate row that allows more than this many times the normal difference sees little."""
+
+_TOO_GOOD = 0.1
 
 
 def nonfinite(case: Case) -> tuple[Gate, list[Finding]]:
@@ -91,15 +99,13 @@ def confident_flips(case: Case) -> tuple[Gate, list[Finding]]:
 
 def gate_findings(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
     """One finding for each gate that failed or is undecided: its clearest row."""
-    command = case.check_command(incumbent="RECORDING") if case.incumbent is None else ""
     for severity, outcome in (("fail", Outcome.FAIL), ("inconclusive", Outcome.INCONCLUSIVE)):
         failed = {g.name for g in gates if g.outcome is Outcome.FAIL}
         for name in dict.fromkeys(g.name for g in gates if g.outcome is outcome):
             # A gate that failed has said so; its undecided rows add nothing.
             if name not in RULES and (severity == "fail" or name not in failed):
                 rows = [g for g in gates if g.name == name and g.outcome is outcome]
-                yield _gate_finding(severity, rows, command)
-                command = ""  # once is enough
+                yield _gate_finding(severity, rows)
     for gate in gates:
         if gate.outcome is Outcome.NOT_TESTED:
             yield Finding(
@@ -122,6 +128,7 @@ def gate_findings(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
             )
 
 
+_RESCORED = "On rescored {kind}{at} the KL is {value} times normal ({mean} mean)"
 _SENTENCES = {
     "level": "On {kind}{at} the KL is {value} times normal ({mean} mean)",
     "growth_context": "On {kind} the ratio to normal grows {value} times per doubling of the "
@@ -137,12 +144,13 @@ _SENTENCES = {
 }
 
 
-def _gate_finding(severity: str, rows: Sequence[Gate], command: str) -> Finding:
+def _gate_finding(severity: str, rows: Sequence[Gate]) -> Finding:
     worst = min(
         rows,
         key=lambda gate: (gate.p_value, -abs(gate.observed or 0.0) / (gate.allowed or 1.0)),
     )
-    text = _SENTENCES[worst.name].format(
+    is_rescored = worst.name == "decode_vs_prefill" and worst.kind is not None
+    text = (_RESCORED if is_rescored else _SENTENCES[worst.name]).format(
         stratum=worst.stratum,
         kind=worst.kind,
         mean=worst.mean,
@@ -154,8 +162,7 @@ def _gate_finding(severity: str, rows: Sequence[Gate], command: str) -> Finding:
         text += f", and {len(rows) - 1} more of its rows"
     text += ")"
     if severity == "fail":
-        todo = "See whether what is in production now does the same." if command else ""
-        return Finding(severity, text + ".", todo, command)
+        return Finding(severity, text + ".")
     further = further_segments(rows).values()
     todo = f"About {max(further)} more segments there would decide" if further else ""
     if undecidable := len(rows) - len(further):
@@ -171,6 +178,58 @@ def further_segments(gates: Sequence[Gate]) -> dict[str, int]:
         for gate in gates
         if gate.outcome is Outcome.INCONCLUSIVE and gate.segments_needed is not None
     }
+
+
+def with_next_steps(case: Case, findings: Sequence[Finding]) -> list[Finding]:
+    """The findings of a red verdict, the first with the command that finds out what carries it."""
+    result = list(findings)
+    first = next(i for i, finding in enumerate(result) if finding.severity == "fail")
+    if locate := case.locate_command():
+        todo = f"{result[first].todo} Find out which layer, op and rounding site carries it."
+        result[first] = replace(result[first], todo=todo.strip(), command=locate)
+    if case.incumbent is None:
+        result.append(
+            Finding(
+                "note",
+                "Nothing here says whether what is in production now does the same.",
+                "Record it, and set the candidate beside it.",
+                case.check_command(incumbent="RECORDING"),
+            )
+        )
+    return result
+
+
+def identical(case: Case, findings: Sequence[Finding]) -> list[Finding]:
+    """The findings on a candidate whose every bit equals the incumbent's.
+
+    It changes nothing, so that what could not be decided is no reason to hold it back. What is
+    wrong is wrong in both and stays a FAIL: production's own fault is no yardstick.
+    """
+    incumbent = case.incumbent
+    assert incumbent is not None
+    name = incumbent.candidate_name
+    if incumbent.candidate_identity and (
+        incumbent.candidate_identity == case.comparison.candidate_identity
+    ):
+        return [
+            *findings,
+            Finding(
+                "warning",
+                f"The candidate and the incumbent {name} are one recording, or two of the same "
+                "producer: the same policy, kernels, versions and commit.",
+                "Make sure that the change is in what was recorded as the candidate.",
+            ),
+        ]
+    is_red = any(finding.severity == "fail" for finding in findings)
+    text = f"Every recorded bit equals the incumbent's, {name}: the same code path?"
+    if is_red:
+        text += " What fails here fails in the incumbent too: this change is not the cause."
+    else:
+        findings = [
+            replace(f, severity="warning") if f.severity == "inconclusive" else f for f in findings
+        ]
+    todo = "Make sure, under 'what differs', that the changed kernel is the one that ran."
+    return [Finding("warning", text, todo), *findings]
 
 
 def run(case: Case) -> Iterator[Finding]:
@@ -191,6 +250,50 @@ def run(case: Case) -> Iterator[Finding]:
             "Check that the candidate's policy or kernel is the one that ran.",
         )
     yield from repeatability(case)
+
+
+def single_segments(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
+    """Segments beyond anything that normal runs do, while the mean over segments hides them.
+
+    A stale slot shows in single segments, and a mean over all is kind to it. And a segment that is
+    the reference to the last bit, among others that are not, was not made by the candidate: it
+    only makes the mean smaller.
+    """
+    c = case.comparison
+    if any(gate.outcome is Outcome.FAIL for gate in gates):
+        return
+    worst: dict[int, float] = {}
+    for name, largest in case.largest_of_normals.items():
+        values = case.evidence.statistics.get(name)
+        if values is not None:
+            limit = max(_SEGMENT_MARGIN * largest, math.log(2.0))
+            for index in np.nonzero(values > limit)[0]:
+                worst[index] = max(worst.get(index, 0.0), float(values[index]))
+    if worst:
+        first = sorted(worst, key=lambda index: -worst[index])
+        listed = "; ".join(
+            f"{case.segments[i].id} {math.exp(worst[i]):.3g}" for i in first[:_LISTED]
+        )
+        yield Finding(
+            "inconclusive",
+            f"{len(worst)} of {len(case.segments)} segments have a KL that no normal run comes "
+            f"near in any segment, whatever the mean over all; times normal: {listed}.",
+            "A stale state or slot shows in single segments: run these again, alone and in "
+            "another order.",
+        )
+    rows = np.nonzero(case.rows)[0]
+    differs = np.bincount(c.segment[rows], c.kl[rows] != 0, minlength=len(case.segments)) > 0
+    normal = np.min([n.mean_log["level"] for n in case.normals], axis=0) > math.log(
+        metrics.KL_FLOOR
+    )
+    dead = np.nonzero(~differs & normal)[0]
+    if dead.size and differs.any():
+        yield Finding(
+            "inconclusive",
+            f"{dead.size} of {len(case.segments)} segments equal the reference to the last bit, "
+            f"the others do not; the first: {case.segments[dead[0]].id}.",
+            "Another producer wrote them: record the candidate again, as a whole.",
+        )
 
 
 def repeatability(case: Case) -> Iterator[Finding]:
@@ -345,12 +448,33 @@ def against_incumbent(case: Case, rows: Sequence[IncumbentRow]) -> Iterator[Find
 def notes(case: Case) -> Iterator[Finding]:
     """What a reader should know and nothing depends on."""
     c = case.comparison
+    yield from _about_the_band(case)
     if case.twin_producer is not None:
-        name = case.band.producers[case.twin_producer].get("name")
+        producer = case.band.producers[case.twin_producer]
+        ours, theirs = (
+            {key: one.get(key) for key in ("policy", "kernels", "engine")}
+            for one in (c.candidate_manifest, producer)
+        )
         yield Finding(
-            "note",
-            f"Every bit equals normal producer {name} of the band (the same code path?); it is "
-            "compared with the others.",
+            "note" if ours == theirs else "warning",
+            f"Every bit equals normal producer {producer.get('name')} of the band (the same code "
+            "path?); it is compared with the others.",
+            "" if ours == theirs else "Make sure that the change is what ran.",
+        )
+    elif not c.bitwise_reference and _is_too_good(case):
+        yield Finding(
+            "warning",
+            f"The candidate is more than {1 / _TOO_GOOD:g} times nearer to the truth than any "
+            "normal producer.",
+            "Make sure that it ran at the production's precision.",
+        )
+    own, window = c.candidate_manifest.get("prefill_window"), c.prefill_window
+    if own and window and own != window:
+        yield Finding(
+            "warning",
+            f"The candidate's prefill windows are {own} tokens long, the reference's {window}: "
+            "what is scored just after window edges is not after its own.",
+            "Record a reference with the candidate's prefill_window to test them.",
         )
     if case.subject.floored:
         yield Finding(
@@ -372,3 +496,38 @@ def notes(case: Case) -> Iterator[Finding]:
                 f"{odd.size} segments have a ratio far above all others': {names}.",
                 "A stale state or slot shows in single segments.",
             )
+
+
+def _is_too_good(case: Case) -> bool:
+    highs = [
+        estimate.bound(CONFIDENCE)
+        for kind, mean in case.allowed
+        if mean == "geometric"
+        if (estimate := case.evidence.estimate(Row("level", "", mean, kind=kind))) is not None
+    ]
+    return bool(highs) and max(highs) < math.log(_TOO_GOOD)
+
+
+def _about_the_band(case: Case) -> Iterator[Finding]:
+    """What this band cannot show, whatever the candidate."""
+    band = case.band
+    blind = [
+        f"{row.gate}, {row.stratum} ({row.shown(band.limits[row.key].allowed):.3g})"
+        for row in band.rows
+        if row.quantity != "mass" and band.limits[row.key].allowed > math.log(_BLIND)
+    ]
+    if blind:
+        yield Finding(
+            "warning",
+            f"{len(blind)} gate rows allow more than {_BLIND:g} times the normal difference: "
+            + "; ".join(blind[:_LISTED])
+            + ("; ..." if len(blind) > _LISTED else "."),
+            "Record a larger corpus and calibrate on it.",
+        )
+    if not band.bad:
+        yield Finding(
+            "note",
+            "The band was calibrated without a known-bad recording: that it can tell one from "
+            "normal rests on its detection floor alone.",
+            "Calibrate with --bad.",
+        )

@@ -29,7 +29,7 @@ import numpy as np
 
 from kernjax.base.errors import UserError
 from kernjax.judge.calibrate import calibrate
-from kernjax.judge.comparison import DECODE, PREFILL, Comparison, Segment
+from kernjax.judge.comparison import DECODE, PREFILL, RESCORE, Comparison, Segment
 from kernjax.judge.quantiles import binomial_bounds
 from kernjax.judge.verdict import Verdict, judge
 
@@ -71,18 +71,19 @@ class Effect:
     """What is wrong with a candidate: factors on its KL; the default is nothing."""
 
     name: str = "normal"
-    ratio: float = 1.0  # everywhere
+    ratio: float = 1.0  # at every decoded position
     per_doubling: float = 1.0  # of the context, from the shallowest on
     late: float = 1.0  # in the second half of the decode steps
     spikes: float = 0.0  # share of positions with KL 1,000 times
     edges: float = 1.0  # on the scored prefill rows after edges
+    rescored: float = 1.0  # on the decoded tokens scored a second time, by one prefill
     own: float = 1.0  # on decode against one-shot prefill
     nan: bool = False  # one value is not finite
     at_floor: bool = False  # `ratio` times the smallest ratio that the band claims to detect
 
     @property
     def is_uniform(self) -> bool:
-        """Whether every position's KL has the same factor, so that the true R is known."""
+        """Whether every decoded position's KL has the same factor, so that the true R is known."""
         return replace(self, name="", ratio=1.0, at_floor=False) == Effect("")
 
     def factor(self, design: Design, rng: np.random.Generator) -> np.ndarray:
@@ -111,15 +112,20 @@ class Corpus:
         wander = d.size_sd * self._along(rng.standard_normal((n, width)))
         # One position in fifty is far more sensitive: the heavy tail of real text.
         heavy = np.where(rng.random((n, width)) < 0.02, rng.exponential(d.heavy, (n, width)), 0.0)
-        self.size = d.size * scale * np.exp(0.3 * rng.standard_normal((n, 1)) + wander + heavy)
-        self.common = rng.standard_normal((n, width, _COMPONENTS))
-        self.own_size = self.size[:, : d.steps] * 0.7
+        size = d.size * scale * np.exp(0.3 * rng.standard_normal((n, 1)) + wander + heavy)
+        self.own_size = size[:, : d.steps] * 0.7
         # Code is confident: most margins are far from a tie.
-        self.margin = rng.exponential(np.where(scale < 1, 3.0, 1.0), (n, width)) + d.least_margin
+        margin = rng.exponential(np.where(scale < 1, 3.0, 1.0), (n, width)) + d.least_margin
         if d.ties:
-            self.margin[rng.random((n, width)) < d.ties] = 0.0
-        self.tail = rng.beta(1.5, 10.0, (n, width)) * scale
-        self.target = -rng.exponential(2.0, (n, width))
+            margin[rng.random((n, width)) < d.ties] = 0.0
+        tail = rng.beta(1.5, 10.0, (n, width)) * scale
+        target = -rng.exponential(2.0, (n, width))
+        # Last, the decoded tokens rescored: the same text, rounded otherwise.
+        self.size, self.margin, self.tail, self.target = (
+            np.concatenate([rows, rows[:, : d.steps]], axis=1)
+            for rows in (size, margin, tail, target)
+        )
+        self.common = rng.standard_normal((*self.size.shape, _COMPONENTS))
 
     def _along(self, noise: np.ndarray) -> np.ndarray:
         """AR(1) along axis 1 with unit variance."""
@@ -139,8 +145,10 @@ class Corpus:
         g = np.sqrt(d.shared) * self.common + np.sqrt(1 - d.shared) * own
         producer = d.producer_sd * rng.standard_normal()
         factor = np.exp(producer + d.segment_sd * rng.standard_normal((n, 1))) * np.ones((n, width))
+        last = d.steps + d.edges
         factor[:, : d.steps] *= effect.factor(d, rng)
-        factor[:, d.steps : -1] *= effect.edges
+        factor[:, d.steps : last] *= effect.edges
+        factor[:, last + 1 :] *= effect.rescored
         size = self.size * np.sqrt(factor)
         kl = 0.5 * size**2 * np.mean(g * g, axis=2)
         change = np.sqrt(2.0) * size * g[:, :, 0]
@@ -163,8 +171,9 @@ class Corpus:
         steps = np.arange(d.steps)[None, :]
         edge = (np.arange(d.edges)[None, :] + 1) * 3 + 64
         last = np.full((n, 1), -1)
-        pos = np.concatenate([context + steps, np.repeat(edge, n, 0), context + last], axis=1)
-        phase = np.repeat([DECODE, PREFILL], [d.steps, d.edges + 1])
+        decoded = context + steps
+        pos = np.concatenate([decoded, np.repeat(edge, n, 0), context + last, decoded], axis=1)
+        phase = np.repeat([DECODE, PREFILL, RESCORE], [d.steps, d.edges + 1, d.steps])
         flipped = finite & (np.nan_to_num(change) < -self.margin)
         tied = self.margin == 0
         return Comparison(
@@ -204,6 +213,7 @@ EFFECTS = (
     Effect("late steps 1.3", late=1.3),
     Effect("1000x on 1 %", spikes=0.01),
     Effect("edges 3x", edges=3.0),
+    Effect("rescored 1.5", rescored=1.5),
     Effect("decode vs prefill 10x", own=10.0),
     Effect("one NaN", nan=True),
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernjax.judge.comparison import DECODE, PREFILL, Comparison
+from kernjax.judge.comparison import DECODE, PREFILL, RESCORE, Comparison
 from kernjax.judge.metrics import KL_FLOOR, MARGIN_LABELS, log_floored, margin_bin
 
 EDGE_REACH = 64
@@ -22,6 +22,7 @@ GROUPS = (
     "level",  # the rows that decide: decode, or prefill where nothing was decoded
     "early",  # first half of a segment's decode steps
     "late",  # second half
+    "rescore",  # the decoded tokens scored a second time, by one prefill
     "last",  # the prompt's last position, from prefill
     "edge_window",  # prefill rows just after a prefill-window edge
     "edge_document",  # prefill rows just after a document start, the prompt's first tokens too
@@ -100,6 +101,7 @@ def row_groups(comparison: Comparison, level: int) -> dict[str, np.ndarray]:
         step = pos - context
         masks["early"] = masks["level"] & (2 * step < score)
         masks["late"] = masks["level"] & (2 * step >= score)
+        masks["rescore"] = (phase == RESCORE) & finite
         masks["last"] = last
         edge = prefill & ~last
         window = np.zeros_like(edge)
@@ -110,7 +112,7 @@ def row_groups(comparison: Comparison, level: int) -> dict[str, np.ndarray]:
         masks["edge_window"] = window
         masks["edge_document"] = document
         masks["edge_chunk"] = edge & ~window & ~document
-    masks["self"] = np.isfinite(comparison.self_kl)
+    masks["self"] = np.isfinite(comparison.self_kl)  # decode rows
     rows = {name: np.nonzero(mask)[0] for name, mask in masks.items()}
     return {name: index for name, index in rows.items() if name == "level" or len(index)}
 
@@ -143,10 +145,11 @@ def ratio_statistics(subject: Summary, normals: Sequence[Summary]) -> dict[str, 
     first order at R = 1 and constant far below it, so that growth is growth of the damage: a
     candidate much better than normal may grow as it likes. `step`: excess of the late half of the
     decode steps less that of the early half. `tail`: change of mass. `last`, `edge_*`: ln R on
-    those rows. `self`: ln of KL(one-shot prefill || decode) over twice the normals' KL to the
-    truth, which is how far apart two equally right producers with errors of their own are. The
-    normals' own two phases are closer, since they round alike: a kernel that rounds in one phase
-    only (a state stored by decode, an operand of the chunked form) is no worse for that.
+    those rows. `rescore` (geometric), `rescore_arithmetic`: ln R on the rescored rows.
+    `self`: ln of KL(one-shot prefill || decode) over twice the normals' KL to the truth, which is
+    how far apart two equally right producers with errors of their own are. The normals' own two
+    phases are closer, since they round alike: a kernel that rounds in one phase only (a state
+    stored by decode, an operand of the chunked form) is no worse for that.
     """
     result = {
         "arithmetic": _log_ratio(subject, normals, "log_mean", "level"),
@@ -165,6 +168,9 @@ def ratio_statistics(subject: Summary, normals: Sequence[Summary]) -> dict[str, 
     for name in ("edge_window", "edge_document", "edge_chunk"):
         if both_have("log_mean", name):
             result[name] = _log_ratio(subject, normals, "log_mean", name)
+    if both_have("log_mean", "rescore"):
+        result["rescore"] = _log_ratio(subject, normals, "mean_log", "rescore")
+        result["rescore_arithmetic"] = _log_ratio(subject, normals, "log_mean", "rescore")
     if "self" in subject.log_mean:
         result["self"] = subject.log_mean["self"] - np.log(
             2.0 * np.mean([np.exp(normal.log_mean["level"]) for normal in normals], axis=0)

@@ -8,7 +8,7 @@ none stops at the first finding. The rules are NUMERICS section 5.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,24 +83,25 @@ def judge(
     incumbent: Comparison | None = None,
     repeat: Comparison | None = None,
     deploy_context: int | None = None,
+    flags: Mapping[str, str] | None = None,
 ) -> Verdict:
     """The verdict on a candidate.
 
     `comparison`: candidate against the band's reference. `isolated`: the f32 policy with only the
     candidate's change, on the same corpus. `incumbent`: what is in production now, against the
     same reference. `repeat`: the candidate recorded once more, which must be bitwise equal.
-    `deploy_context`: the depth it will serve, the band's own by default. Raises UserError (exit 3)
-    when the band belongs to another reference.
+    `deploy_context`: the depth it will serve, the band's own by default. `flags`: further ones of
+    the commands that findings name (`model`, say). Raises UserError (exit 3) when the band belongs
+    to another reference.
     """
-    band_name = "in memory"
     if not isinstance(band, Band):
-        band, band_name = Band.load(band), os.fspath(band)
+        band = Band.load(band)
     deploy = band.deploy_context if deploy_context is None else deploy_context
-    case = Case(comparison, band, isolated, incumbent, repeat, deploy)
-    verdict = _judged(case, band_name)
+    case = Case(comparison, band, isolated, incumbent, repeat, deploy, flags or {})
+    verdict = _judged(case)
     if comparison.upper is None:
         return verdict
-    above = _judged(replace(case, comparison=comparison.upper), band_name)
+    above = _judged(replace(case, comparison=comparison.upper))
     return _between(comparison, verdict, above)
 
 
@@ -142,43 +143,33 @@ def _nats(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _judged(case: Case, band_name: str) -> Verdict:
-    comparison, band, incumbent = case.comparison, case.band, case.incumbent
+def _judged(case: Case) -> Verdict:
+    comparison, band = case.comparison, case.band
     nonfinite, findings = rules.nonfinite(case)
     flips, flip_findings = rules.confident_flips(case)
     gates = [nonfinite, *decide(case.evidence, band.rows, band.limits), flips]
     findings += [*flip_findings, *rules.gate_findings(case, gates)]
+    findings += rules.single_segments(case, gates)
     further = rules.further_segments(gates)
     depths, laws = _isolated(case)
-    identical = _identical(case)
-    if identical:
-        # What its numbers say is true of the incumbent already, and no reason to hold a change
-        # back that changes nothing. NaN stays a FAIL: nobody should merge on top of that.
-        if nonfinite.outcome is Outcome.PASS:
-            findings = [replace(f, severity="warning") for f in findings]
-        findings.append(
-            Finding(
-                "note",
-                f"Every recorded bit equals the incumbent's, {incumbent.candidate_name}: the same "
-                "code path, or a change that does not change results.",
-                "Make sure, under 'what differs', that the changed kernel is the one that ran.",
-            )
-        )
-        findings += rules.repeatability(case)
-    else:
-        findings += rules.run(case)
-        thin, thin_segments = rules.coverage(case)
-        findings += thin
-        further |= thin_segments
-        findings += [*rules.isolated(case, laws), *rules.deployment(case, laws)]
+    thin, thin_segments = rules.coverage(case)
+    findings += thin
+    further |= thin_segments
+    findings += [*rules.isolated(case, laws), *rules.deployment(case, laws)]
+    alone = _outcome(findings)
+    if identical := _identical(case):
+        findings = rules.identical(case, findings)
+    findings += rules.run(case)
     incumbent_rows = _incumbent(case)
     findings += [*rules.against_incumbent(case, incumbent_rows), *rules.notes(case)]
+    if _outcome(findings) is Outcome.FAIL:
+        findings = rules.with_next_steps(case, findings)
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
 
     outcome = _outcome(findings)
     return Verdict(
         outcome=outcome,
-        reason=_reason(case, outcome, identical, findings),
+        reason=_reason(case, outcome, alone if identical else None, findings),
         gates=tuple(gates),
         findings=tuple(findings),
         strata=tuple(strata_of(comparison, case.evidence, band.level)),
@@ -188,7 +179,7 @@ def _judged(case: Case, band_name: str) -> Verdict:
         positions=int(case.rows.sum()),
         segments=int(case.measured.sum()),
         up_to_context=case.depth,
-        identical=identical and outcome is Outcome.PASS,
+        identical=identical,
         segments_to_decide={} if outcome is not Outcome.INCONCLUSIVE else further,
         detection_floor=dict(band.detection_floor),
         allowed=_largest_by_kind(case),
@@ -200,7 +191,7 @@ def _judged(case: Case, band_name: str) -> Verdict:
         differences=tuple(
             manifest_differences(comparison.reference_manifest, comparison.candidate_manifest)
         ),
-        parties=_parties(case, band_name),
+        parties=_parties(case),
         deciding_phase=PHASES[band.level],
     )
 
@@ -268,7 +259,7 @@ def _accuracy_bound(c: Comparison) -> dict[str, tuple[float, float]]:
     return bounds
 
 
-def _parties(case: Case, band_name: str) -> dict[str, dict[str, Any]]:
+def _parties(case: Case) -> dict[str, dict[str, Any]]:
     """Who was compared: path, label and identity of each recording, and the band."""
     c, band = case.comparison, case.band
     parties: dict[str, dict[str, Any]] = {
@@ -289,7 +280,7 @@ def _parties(case: Case, band_name: str) -> dict[str, dict[str, Any]]:
                 "digest": one.candidate_digest,
             }
     parties["band"] = {
-        "path": band_name,
+        "path": band.path,
         "producers": [str(producer.get("name", "?")) for producer in band.producers],
         "production_policy": band.production_policy,
         "deploy_context": case.deploy_context,
@@ -304,9 +295,16 @@ def _largest_by_kind(case: Case) -> dict[str, float]:
     return kinds
 
 
-def _reason(case: Case, outcome: Outcome, identical: bool, findings: Sequence[Finding]) -> str:
-    if outcome is Outcome.PASS and identical:
-        return "identical: every recorded bit equals the incumbent's."
+def _reason(
+    case: Case, outcome: Outcome, alone: Outcome | None, findings: Sequence[Finding]
+) -> str:
+    """`alone`: of a candidate whose every bit is the incumbent's, the outcome without that."""
+    if outcome is Outcome.PASS and alone is not None:
+        own = "is a PASS" if alone is Outcome.PASS else f"would be {alone}"
+        return (
+            f"identical: every recorded bit equals the incumbent's; against the truth alone it "
+            f"{own}, up to context {case.depth}."
+        )
     if outcome is Outcome.PASS:
         limits = ", ".join(f"{v:.3g} ({kind})" for kind, v in _largest_by_kind(case).items())
         return (
@@ -316,4 +314,6 @@ def _reason(case: Case, outcome: Outcome, identical: bool, findings: Sequence[Fi
     severity = "fail" if outcome is Outcome.FAIL else "inconclusive"
     reasons = [finding for finding in findings if finding.severity == severity]
     more = f" ({len(reasons) - 1} more below)" if len(reasons) > 1 else ""
-    return reasons[0].text.rstrip(".") + more + "."
+    text = reasons[0].text.rstrip(".") + more + "."
+    both = "identical to the incumbent, and both are wrong: "
+    return both + text if outcome is Outcome.FAIL and alone is not None else text

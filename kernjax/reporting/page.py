@@ -23,6 +23,7 @@ _TEMPLATE = "page.html"
 _TEXT = 3000
 _NAME = 120
 _ROWS = 400
+_LOCATE = "kernjax.locate"
 _LOCATE_FLAGS = (
     "--policy --kernel --model --corpus --reference --band --production_policy --mesh --mirror"
 ).split()
@@ -89,11 +90,12 @@ def _values(verdict: Verdict, extras: Extras) -> dict[str, Any]:
     if extras.sweep:
         causes.append((charts.knee(extras.sweep), extras.sweep["sentence"]))
     command = str(extras.line.get("command") or "")
+    first = next((f for f in verdict.findings if f.command or f.todo), None)
     return {
         "verdict": verdict,
         "outcome": str(verdict.outcome),
-        "next": next((f for f in verdict.findings if f.command or f.todo), None),
-        "locate": _locate_command(verdict, command),
+        "next": first,
+        "locate": "" if first and _LOCATE in first.command else _locate_command(verdict, command),
         "sure": _sure(verdict),
         "labels": [
             show(verdict.parties.get(name, {}).get("label", "-"), 200)
@@ -142,7 +144,7 @@ def _locate_command(verdict: Verdict, command: str) -> str:
     for known in (command, *(finding.command for finding in verdict.findings)):
         words = [word for word in _words(known) if word.partition("=")[0] in _LOCATE_FLAGS]
         if any(word.startswith(("--policy=", "--kernel=")) for word in words):
-            return shlex.join(["python", "-m", "kernjax.locate", *words])
+            return shlex.join(["python", "-m", _LOCATE, *words])
     return ""
 
 
