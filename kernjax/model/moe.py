@@ -40,7 +40,8 @@ class Routes(NamedTuple):
 
     ids int32 [..., k], best first. gaps float32 [...]: the router's score (logits where they go
     through a softmax, sigmoid + correction otherwise) of the worst chosen expert less that of the
-    best one not chosen; infinite where all are chosen, negative where others were forced on it.
+    best one not chosen: float32's largest number where all are chosen, negative where others than
+    the best were forced on it.
     """
 
     ids: jax.Array
@@ -162,7 +163,8 @@ def _gaps(scores: jax.Array, ids: jax.Array) -> jax.Array:
     """float32 [...]: least score among ids less the greatest among the others."""
     chosen = jnp.any(ids[..., None] == jnp.arange(scores.shape[-1], dtype=ids.dtype), axis=-2)
     least = jnp.min(jnp.take_along_axis(scores, ids, axis=-1), axis=-1)
-    return least - jnp.max(jnp.where(chosen, -jnp.inf, scores), axis=-1)
+    gaps = least - jnp.max(jnp.where(chosen, -jnp.inf, scores), axis=-1)
+    return jnp.minimum(gaps, jnp.finfo(jnp.float32).max)
 
 
 def weighted_experts(
@@ -184,7 +186,9 @@ def weighted_experts(
     held = functools.partial(_experts_here, policy=policy, glu=glu, exact=exact)
     if placement is None:
         return held(x, ids, weights, stacks, layer)
-    batch = PartitionSpec(placement.tokens)
+    shards = placement.mesh.shape.get(placement.tokens, 1)
+    # A batch that does not divide is computed by every device.
+    batch = PartitionSpec(placement.tokens if x.shape[0] % shards == 0 else None)
     across = PartitionSpec(None, placement.experts, None, placement.width)
     down = PartitionSpec(None, placement.experts, placement.width, None)
     return jax.shard_map(

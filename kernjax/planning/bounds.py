@@ -4,12 +4,13 @@ Counted from shapes, not from the compiler, which counts a scanned layer once. N
 communication, norms, softmax or convolution, work is spread evenly over the devices, and a step
 takes the longer of the two: a real one is slower.
 
-- bytes, per device: its part of the weights (not the embedding, of which rows are read), the keys
-  and values of the tokens so far, the recurrent state and the window of the convolution, read and
-  written.
-- FLOPs: 2 per weight and token; 4 H per query, key it sees, and head; 6 K V per token and value
-  head of the delta rule (k^T S, k d^T, q^T S). float32 products of weights with dot=highest take
-  six bfloat16 passes (bfloat16 in three parts, the six leading products).
+- bytes, per device: its part of the weights (not the embedding, of which rows are read; of experts
+  as many as the tokens can choose, evenly spread), the keys and values of the tokens so far, the
+  recurrent state and the window of the convolution, read and written.
+- FLOPs: 2 per weight and token (of experts, those a token goes to); 4 H per query, key it sees, and
+  head; 6 K V per token and value head of the delta rule (k^T S, k d^T, q^T S). float32 products of
+  weights with dot=highest take six bfloat16 passes (bfloat16 in three parts, the six leading
+  products).
 """
 
 from __future__ import annotations
@@ -61,17 +62,24 @@ def whole_prefill_seconds(setup: Setup, topology: Topology) -> float:
 def _bound(
     setup: Setup, topology: Topology, tokens: int, length: int, keys_seen: int, scored: int
 ) -> Bound:
-    moved = _weight_bytes(setup) + _cache_bytes(setup, length)
+    moved = _weight_bytes(setup, tokens) + _cache_bytes(setup, length)
     flops = _flops(setup, tokens, keys_seen, scored) / topology.devices
     by_bytes, by_flops = moved / topology.device_bandwidth, flops / topology.device_flops
     limited_by = "bytes" if by_bytes >= by_flops else "flops"
     return Bound(moved, flops, max(by_bytes, by_flops), limited_by)
 
 
-def _weight_bytes(setup: Setup) -> int:
+def _weight_bytes(setup: Setup, tokens: int) -> float:
     skipped = () if setup.config.tie_word_embeddings else (("embed",),)
-    weights = leaves(abstract_weights(setup))
-    return sum(_local_bytes(leaf) for path, leaf in weights if path not in skipped)
+    weights, moe = leaves(abstract_weights(setup)), setup.config.moe
+    chosen = 1.0
+    if moe is not None:
+        chosen = min(1.0, setup.batch * tokens * moe.experts_per_token / moe.num_experts)
+    return sum(
+        _local_bytes(leaf) * (chosen if "experts" in path else 1)
+        for path, leaf in weights
+        if path not in skipped
+    )
 
 
 def _cache_bytes(setup: Setup, length: int) -> float:
@@ -87,10 +95,11 @@ def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 def _flops(setup: Setup, tokens: int, keys_seen: int, scored: int) -> float:
     config = setup.config
+    share = config.moe.experts_per_token / config.moe.num_experts if config.moe else 1
     matrices = sum(
-        spec.size
+        spec.size * (share if "experts" in path else 1)
         for path, spec in leaves(abstract_params(config))
-        if path[0] in STACKS and len(spec.shape) == 3 and path[-1] != "conv"
+        if path[0] in STACKS and len(spec.shape) >= 3 and path[-1] != "conv"
     )
     weights = 2 * matrices * tokens + 2 * config.hidden_size * config.vocab_size * scored
     attention = 4 * config.head_dim * config.num_heads * keys_seen * len(config.full_layers)

@@ -10,12 +10,26 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kernjax.model import Cache, Decoder, ModelConfig, forward, init_cache, logits, plan_execution
+from kernjax.model import (
+    Cache,
+    Decoder,
+    Execution,
+    ModelConfig,
+    forward,
+    init_cache,
+    logits,
+    plan_execution,
+)
 from kernjax.model.params import DTYPES, abstract_params, leaves, tree_of
 from kernjax.precision import Policy
 from kernjax.scoring.positions import prefill_positions
 from kernjax.scoring.rows import score_rows
-from kernjax.weights.sharding import cache_shardings, param_shardings, partition_spec
+from kernjax.weights.sharding import (
+    cache_shardings,
+    expert_placement,
+    param_shardings,
+    partition_spec,
+)
 
 _SLOTS = 512  # the cache's capacity is a multiple
 
@@ -69,7 +83,7 @@ def abstract_weights(setup: Setup) -> dict[str, Any]:
 
 def abstract_cache(setup: Setup) -> Cache:
     """The cache as ShapeDtypeStructs with their shardings."""
-    execution = plan_execution(setup.policy, setup.config.num_layers)
+    execution = _execution(setup)
     shapes = jax.eval_shape(
         lambda: init_cache(setup.config, execution, setup.batch, setup.capacity)
     )
@@ -82,7 +96,7 @@ def abstract_cache(setup: Setup) -> Cache:
 
 def prefill_window(setup: Setup) -> Program:
     """Window of tokens, cache -> cache, rows of the scored positions."""
-    execution = plan_execution(setup.policy, setup.config.num_layers)
+    execution = _execution(setup)
 
     def window(params, tokens, cache, columns, targets):
         decoder = Decoder(setup.config, params)
@@ -96,7 +110,7 @@ def prefill_window(setup: Setup) -> Program:
 
 def decode_step(setup: Setup) -> Program:
     """One token, cache -> cache, its row."""
-    execution = plan_execution(setup.policy, setup.config.num_layers)
+    execution = _execution(setup)
 
     def step(params, token, cache, target):
         decoder = Decoder(setup.config, params)
@@ -104,6 +118,11 @@ def decode_step(setup: Setup) -> Program:
         return cache, score_rows(logits(decoder, states[:, 0], execution), target[:, 0])
 
     return _program(setup, step, _tokens(setup, 1), _tokens(setup, 1))
+
+
+def _execution(setup: Setup) -> Execution:
+    experts = expert_placement(setup.config, setup.mesh)
+    return plan_execution(setup.policy, setup.config.num_layers, experts=experts)
 
 
 def _tokens(setup: Setup, width: int) -> jax.ShapeDtypeStruct:

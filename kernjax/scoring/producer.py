@@ -28,7 +28,13 @@ from kernjax.scoring.compilation import use_compilation_cache
 from kernjax.scoring.programs import compilers
 from kernjax.scoring.sketch import SKETCH_DIM
 from kernjax.texts import Corpus
-from kernjax.weights import format_mesh, load_params, shared_digests, weights_sha256
+from kernjax.weights import (
+    expert_placement,
+    format_mesh,
+    load_params,
+    shared_digests,
+    weights_sha256,
+)
 from pallas_kernels.formats import Format, round_to
 from pallas_kernels.xla_cpu import sums_are_right
 
@@ -142,7 +148,8 @@ class JaxProducer:
             )
         params = self.checkpoint.params(_load_dtype(policy.weights))
         self.decoder = Decoder(config, rounded(params, config, policy.weights))
-        self.execution = plan_execution(policy, config.num_layers, self.kernels)
+        placement = expert_placement(config, self.mesh)
+        self.execution = plan_execution(policy, config.num_layers, self.kernels, placement)
         self.scorer = Scorer(
             self.decoder,
             self.execution,

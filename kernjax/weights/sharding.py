@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from kernjax.base.errors import UserError
 from kernjax.model.cache import Cache
 from kernjax.model.config import ModelConfig
+from kernjax.model.moe import ExpertPlacement
 from kernjax.model.params import abstract_params, leaves, tree_of
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -113,6 +114,19 @@ def cache_shardings(config: ModelConfig, cache: Cache, mesh: Mesh) -> Cache:
         state=placed(cache.state, ("layers", "batch", "linear_heads", None, None), {}),
         length=NamedSharding(mesh, PartitionSpec()),
     )
+
+
+def expert_placement(config: ModelConfig, mesh: Mesh | None) -> ExpertPlacement | None:
+    """How a mixture of experts computes on `mesh`; None: on one device, or there is none."""
+    if config.moe is None or mesh is None or mesh.size == 1:
+        return None
+    layers, experts, _, width = partition_spec(
+        ("layers", "expert", None, "expert_mlp"),
+        (1, config.moe.num_experts, 1, config.moe.expert_size),
+        mesh,
+    )
+    del layers
+    return ExpertPlacement(mesh, RULES["batch"], experts, width)
 
 
 def parse_mesh_sizes(text: str) -> dict[str, int]:
