@@ -33,9 +33,9 @@ if [[ -n $CACHE ]]; then
     export JAX_COMPILATION_CACHE_DIR=$CACHE
 fi
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # One process with all GPUs of its node: which one it is, srun says.
-export RECORD_ADDRESS=$first:$PORT
+export RECORD_ADDRESS=${nodes%%$'\n'*}:$PORT
 # shellcheck disable=SC2016  # expanded on the nodes
 exec srun --kill-on-bad-exit=1 bash -c \
     'exec "$@" --coordinator_address="$RECORD_ADDRESS" --num_processes="$SLURM_NTASKS" \
