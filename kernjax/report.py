@@ -1,41 +1,74 @@
-"""Redraws a report from the files of a check, without a model and without recordings.
+"""Redraws a report from the files of a check, or draws the article's figures for a checkpoint.
 
   python -m kernjax.report --verdict=out/fp8 --output_dir=out/fp8
   python -m kernjax.report --verdict=out/fp8/verdict.json --output_dir=out/page \\
       --locate=out/where --sweep=out/p
+  python -m kernjax.report --figures --recordings=out/table/demo --output_dir=out/figures
+  python -m kernjax.report --figures --model=DIR --corpus=MANIFEST --reference=out/ref \\
+      --recordings=out/article --output_dir=out/figures
 
 --verdict is the directory that `kernjax.check --output_dir` wrote, or its verdict.json;
 figures.json beside it holds what the charts of single positions need. Written are report.html (one
 file, no network, light and dark), report.md (for a comment or a job's summary), junit.xml (one case
-for the verdict, one a gate and stratum), report.txt and verdict.json. All of them, or none.
+for the verdict, one a gate and stratum), report.txt and verdict.json. All of them, or none. Neither
+a model nor recordings are read.
 
 --locate and --sweep put the layer map and the knee of these commands on the page.
 
 The page needs jinja2: pip install 'kernjax[report]'; --nopage leaves it out.
 
-The first word on standard output is the verdict, the last line one JSON object with the files.
-Exit codes: 0 written, whatever the verdict · 3 could not read or write.
+--figures draws, of any checkpoint: the distribution of the normal difference by kind; the first
+attention layer's error and the logits' by P format; the state after one decode step by bits; KL by
+depth and P format, absolute and over production; margin against KL and flips by margin for an
+equally right implementation, direct fp8 and a state of 4 bits; where greedy texts part. Recordings
+below --recordings are found by their policy (those of `kernjax.demo.table`, say), missing ones are
+made there; three short runs need the model, --nomodel_runs leaves them out. Written are article.md,
+article.json and the pictures (SVG).
+
+The first word on standard output is the verdict (or FIGURES), the last line one JSON object with
+the files. Exit codes: 0 written, whatever the verdict · 3 could not read or write.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from kernjax.base import command
 from kernjax.base.errors import UserError
 
 FLAGS = command.Flags("report", __doc__)
-_VERDICT = FLAGS.string(
-    "verdict", None, "A verdict.json, or the directory that check wrote.", required=True
-)
+_VERDICT = FLAGS.string("verdict", None, "A verdict.json, or the directory that check wrote.")
 _OUTPUT_DIR = FLAGS.string("output_dir", None, "Where the files go.", required=True)
 _LOCATE = FLAGS.string("locate", None, "A locate.json, or its directory: adds the layer map.")
 _SWEEP = FLAGS.string("sweep", None, "A sweep.json, or its directory: adds the knee.")
 _PAGE = FLAGS.boolean("page", True, "Also the HTML page; --nopage: the other files only.")
+FLAGS.heading("The article's figures")
+_FIGURES = FLAGS.boolean("figures", False, "Draws them instead of a verdict.")
+_RECORDINGS = FLAGS.string("recordings", None, "Directory of recordings; missing ones are made.")
+_MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
+_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
+_REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
+_PRODUCTION = FLAGS.string("production_policy", "bf16", "What the formats are a change of.")
+_LIMIT = FLAGS.integer("limit", None, "Records at most so many segments per kind and depth.",
+                       lower_bound=1)  # fmt: skip
+_RUNS = FLAGS.boolean("model_runs", True, "Also what needs the model; --nomodel_runs: files only.")
+_GREEDY = FLAGS.integer("greedy", 256, "Tokens of the greedy texts; 0: none.", lower_bound=0)
+_BATCH_SIZE = FLAGS.integer("batch_size", 16, "Segments of one depth run together.", lower_bound=1)
+_MIRROR = FLAGS.string("mirror", None, "Directory with a text corpus's sources.")
 
 
 def main(args: list[str]) -> int:
     del args
+    if bool(_VERDICT.value) == _FIGURES.value:
+        raise UserError(
+            "Of --verdict and --figures one is needed, and one only.",
+            "--verdict=DIR redraws a check's report, --figures draws the article's figures.",
+        )
+    return _draw_figures() if _FIGURES.value else _redraw()
+
+
+def _redraw() -> int:
     from kernjax.reporting import load_verdict, write_files
     from kernjax.reporting.loading import load_cause, load_figures
     from kernjax.reporting.page import has_jinja
@@ -58,6 +91,52 @@ def main(args: list[str]) -> int:
     )
     print(f"{verdict.outcome}: drawn again from {Path(_VERDICT.value)}")
     command.print_json({"verdict": str(verdict.outcome), "files": [str(path) for path in paths]})
+    return command.EXIT_PASS
+
+
+def _draw_figures() -> int:
+    from kernjax.base.progress import Meter
+    from kernjax.experiments import article as model
+    from kernjax.precision import parse_policy
+    from kernjax.reporting.article import article_markdown, numbers
+    from kernjax.reporting.article_charts import article_drawings
+    from kernjax.reporting.files import check_writable, write_together
+    from kernjax.reporting.pictures import picture
+    from kernjax.scoring.session import Session, default_reference
+
+    if not _RECORDINGS.value:
+        raise UserError(
+            "--recordings is missing.",
+            "The directory whose recordings are drawn; those that it lacks are made there.",
+        )
+    check_writable(_OUTPUT_DIR.value)
+    production = parse_policy(_PRODUCTION.value)
+    session = Session.open(
+        _MODEL.value,
+        _CORPUS.value,
+        _REFERENCE.value or default_reference(_MODEL.value, _CORPUS.value),
+        batch_size=_BATCH_SIZE.value,
+        mirror=_MIRROR.value,
+    )
+    found = model.roles(
+        session,
+        production,
+        Path(_RECORDINGS.value),
+        _LIMIT.value,
+        lambda title: Meter(title, "tok"),
+    )
+    data = numbers(session.reference, found)
+    if _RUNS.value:
+        data |= model.measured(session, production, _GREEDY.value)
+    drawings = article_drawings(data)
+    texts = {f"{name}.svg": picture(drawing) for name, drawing in drawings.items()}
+    text = article_markdown(data, {name: f"{name}.svg" for name in drawings})
+    texts["article.md"] = text
+    texts["article.json"] = json.dumps(data, allow_nan=False) + "\n"
+    paths = write_together(Path(_OUTPUT_DIR.value), texts)
+    print(f"FIGURES: {len(drawings)} pictures of {session.model.name} on {session.corpus.name}\n")
+    print(text)
+    command.print_json({"files": [str(path) for path in paths]})
     return command.EXIT_PASS
 
 

@@ -27,7 +27,8 @@ from kernjax.reporting.json import plain
 from kernjax.reporting.page import Extras, render_page
 from kernjax.reporting.svg import Scale, tick_label
 
-CSS = (Path(page_module.__file__).parent / "templates" / "page.css").read_text()
+TEMPLATES = Path(page_module.__file__).parent / "templates"
+CSS = (TEMPLATES / "chart.css").read_text() + (TEMPLATES / "page.css").read_text()
 VOID = {"meta", "link", "br"}
 LOCATE = {
     "schema_version": 1,

@@ -192,13 +192,19 @@ def buckets(comparison: Comparison) -> list[Bucket]:
     last_prefill = (comparison.phase == PREFILL) & (step == 0)
     result = [_bucket(comparison, last_prefill, 0, 0)] if last_prefill.any() else []
     decode = comparison.phase == DECODE
-    deepest = int(step[decode].max()) if decode.any() else 0
-    first, end = 1, 1
-    while first <= deepest:
-        inside = decode & (step >= first) & (step <= end)
-        result.append(_bucket(comparison, inside, first, min(end, deepest)))
-        first, end = end + 1, max(8, end * _GROWTH)
+    for first, last in step_ranges(int(step[decode].max()) if decode.any() else 0):
+        inside = decode & (step >= first) & (step <= last)
+        result.append(_bucket(comparison, inside, first, last))
     return result
+
+
+def step_ranges(deepest: int) -> list[tuple[int, int]]:
+    """Decode steps 1 to `deepest` in ranges (first, last): 1, 2-8, 9-32, 33-128, ..."""
+    ranges, first, end = [], 1, 1
+    while first <= deepest:
+        ranges.append((first, min(end, deepest)))
+        first, end = end + 1, max(8, end * _GROWTH)
+    return ranges
 
 
 def layer_differences(

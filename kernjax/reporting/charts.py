@@ -90,12 +90,16 @@ def depth_charts(verdict: Verdict, figures: Mapping[str, Any] | None) -> list[Dr
 
 def row_charts(verdict: Verdict, figures: Mapping[str, Any]) -> list[Drawing]:
     """The charts that need rows: distribution, decode steps, margins."""
-    drawings = (_cdf(figures), _steps(figures), _scatter(figures), flips(verdict, figures))
+    single = scatter_chart(
+        figures["scatter"], figures["kinds"], "Margin and KL of single positions"
+    )
+    drawings = (_cdf(figures), _steps(figures), single, flips(verdict, figures))
     return [drawing for drawing in drawings if drawing is not None]
 
 
-def _kind_legend(figures: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    return tuple((series(i), shorten(kind, 30)) for i, kind in enumerate(figures["kinds"]))
+def kind_legend(kinds: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Classes and names of the kinds, in order."""
+    return tuple((series(i), shorten(kind, 30)) for i, kind in enumerate(kinds))
 
 
 def _cdf(figures: Mapping[str, Any]) -> Drawing | None:
@@ -113,7 +117,7 @@ def _cdf(figures: Mapping[str, Any]) -> Drawing | None:
     text = "Share of the positions whose KL is at most the value below."
     if zeros:
         text += f" {zeros} positions have no difference at all, or less than 1e-10."
-    legend = _kind_legend(figures)
+    legend = kind_legend(figures["kinds"])
     if any(curve["normal"] for curve in curves):
         legend += (("normal", "normal producers (dashed like their kind)"),)
     return Drawing("How KL is distributed", chart.svg(), legend, text)
@@ -142,14 +146,15 @@ def _steps(figures: Mapping[str, Any]) -> Drawing | None:
     return Drawing(
         "KL by decode step",
         chart.svg(),
-        (*_kind_legend(figures), ("normal", "normal producers, by half")),
+        (*kind_legend(figures["kinds"]), ("normal", "normal producers, by half")),
         "A state that loses precision shows as a rise from left to right.",
     )
 
 
-def _scatter(figures: Mapping[str, Any]) -> Drawing | None:
+def scatter_chart(scatter: Mapping[str, Any], kinds: Sequence[str], title: str) -> Drawing | None:
+    """Margin against KL of single positions (`kernjax.reporting.figures.scatter`)."""
     points = [(max(m, _TIE), max(kl, 1e-10), kind, flip)
-              for m, kl, kind, flip in figures["scatter"]["points"]]  # fmt: skip
+              for m, kl, kind, flip in scatter["points"]]  # fmt: skip
     if not points:
         return None
     chart = Chart(
@@ -159,15 +164,14 @@ def _scatter(figures: Mapping[str, Any]) -> Drawing | None:
         "the reference's margin, logits",
         "KL, nats",
     )
-    for i in range(len(figures["kinds"])):
+    for i in range(len(kinds)):
         chart.dots([(m, kl) for m, kl, k, flip in points if k == i and not flip], series(i))
     flips_at = [(m, kl) for m, kl, _, flip in points if flip]
     chart.dots(flips_at, "flip")
-    scatter = figures["scatter"]
     return Drawing(
-        "Margin and KL of single positions",
+        title,
         chart.svg(),
-        (*_kind_legend(figures), ("flip", "flips: another first choice")),
+        (*kind_legend(kinds), ("flip", "flips: another first choice")),
         f"{len(points)} of {scatter['of']} positions: the largest KLs, the flips (here "
         f"{len(flips_at)} of {scatter['flips']}), and every so-many-th of the others.",
     )

@@ -61,7 +61,7 @@ def figures(
             if entry["phase"] == PHASES[band.level]
         ],
         "steps": [_steps(comparison, band, kind, rows & (kinds == kind)) for kind in names],
-        "scatter": _scatter(comparison, rows, kinds, names),
+        "scatter": scatter(comparison, rows, kinds, names),
         "margins": _margins(comparison, band, rows),
         "worst": _worst(comparison, band.level, reference, candidate, text_of),
     }
@@ -136,7 +136,7 @@ def _steps(comparison: Comparison, band: Band, kind: str, rows: np.ndarray) -> d
     return {"kind": kind, "candidate": buckets, "normal": halves}
 
 
-def _scatter(
+def scatter(
     comparison: Comparison, rows: np.ndarray, kinds: np.ndarray, names: list[str]
 ) -> dict[str, Any]:
     """[margin, KL, index of the kind, 1 for a flip] of some rows: flips and large KLs first."""
