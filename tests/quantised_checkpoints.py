@@ -7,6 +7,7 @@ the blocks. They are rounded to float32 once.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,14 @@ def is_quantised(name: str) -> bool:
 
 
 def write_quantised(
-    directory: Path, quantisation: dict[str, Any], seed: int = 0
+    directory: Path,
+    quantisation: dict[str, Any],
+    seed: int = 0,
+    config: Mapping[str, Any] = TINY,
 ) -> dict[str, np.ndarray]:
-    """A quantised TINY model in `directory`; HF name -> the values of every weight, float32."""
+    """A quantised model of `config` in `directory`; HF name -> values of every weight, float32."""
     rng = np.random.default_rng(seed)
-    save_hf(random_params(ModelConfig.from_dict(TINY), seed, "bfloat16"), TINY, directory)
+    save_hf(random_params(ModelConfig.from_dict(config), seed, "bfloat16"), config, directory)
     plain = read_tensors(directory / "model.safetensors")
     tensors, values = {}, {}
     for name, tensor in plain.items():
@@ -127,8 +131,8 @@ def write_quantised(
             packed, scales, values[name] = mxfp4_tensors(rng, tensor.shape)
             tensors |= {f"{name}_packed": packed, f"{name}_scale": scales}
     save_file(tensors, directory / "model.safetensors")
-    config = TINY | {"quantization_config": quantisation}
-    (directory / "config.json").write_text(json.dumps(config))
+    text = json.dumps({**config, "quantization_config": quantisation})
+    (directory / "config.json").write_text(text)
     return values
 
 
