@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from kernjax.model import ModelConfig
     from kernjax.precision import Policy
     from kernjax.scoring.batch import RowPlan
     from kernjax.scoring.producer import Shape
@@ -62,8 +63,9 @@ class TransformersProducer:
         self.directory, self.policy = Path(directory), policy
         self.attn_implementation = attn_implementation
         self.dtype = _dtype_of(policy)
-        _check_installed()
         self.config = ModelConfig.from_directory(directory)
+        _check_class(self.directory, self.config)
+        _check_installed()
         text_tensors(directory, self.config)  # names and shapes, with errors that say which
         self.vocab_size = self.config.vocab_size
         self._model = _load(self.directory, self.dtype, attn_implementation)
@@ -203,6 +205,16 @@ def _check_installed() -> None:
             f"transformers {transformers.__version__} is too old for --engine=transformers.",
             f"Expected {'.'.join(map(str, _OLDEST))} or newer.",
             "pip install -U 'kernjax[transformers]'",
+        )
+
+
+def _check_class(directory: Path, config: ModelConfig) -> None:
+    """UserError for what transformers has no class for, or would leave out of its computation."""
+    if config.delta is not None and (config.block_size, config.delta.lower_bound) != (None, None):
+        raise UserError(
+            f"{directory} is a Kimi K3, for which transformers has no class.",
+            "Expected a model that its own code computes.",
+            "Record the reference with --engine=jax and --policy=f32.",
         )
 
 

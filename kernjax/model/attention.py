@@ -60,8 +60,8 @@ class Attention(nnx.Module):
         q, k = rotate(q, angles, policy), rotate(k, angles, policy)
 
         kv = policy.kv_cache
-        keys = write_cache(cache.keys, _stored(k, kv.k_scale, kv.k), index, start)
-        values = write_cache(cache.values, _stored(v, kv.v_scale, kv.v), index, start)
+        keys = write_cache(cache.keys, stored(k, kv.k_scale, kv.k), index, start)
+        values = write_cache(cache.values, stored(v, kv.v_scale, kv.v), index, start)
         o = plan.attend(
             "attention.decode" if decode else "attention.prefill",
             q,
@@ -78,7 +78,7 @@ class Attention(nnx.Module):
         return linear(store(o, policy.activations), self.o[...], policy), cache
 
 
-def _stored(x: jax.Array, scale: float, fmt: Format) -> jax.Array:
+def stored(x: jax.Array, scale: float, fmt: Format) -> jax.Array:
     """x as it lies in the cache: divided by the cache's scale, in the format's storage dtype."""
     x = x.astype(jnp.float32)
     return store(x if scale == 1.0 else x / jnp.float32(scale), fmt)

@@ -18,7 +18,8 @@ class Cache:
     """State of B sequences after `length` tokens; the leading axis runs over layers of one kind.
 
     - keys, values: [full layers, B, S, G, H], the bits (`pallas_kernels.formats.as_bits`) of the
-      KV cache's storage dtype, S the capacity; slots from `length` on are undefined.
+      KV cache's storage dtype, S the capacity; slots from `length` on are undefined. Of latent
+      attention one head, of unlike widths (`ModelConfig.cached_widths`).
     - conv: [linear layers, B, conv_kernel - 1, C], the last inputs of the causal convolution.
     - state: [linear layers, B, Hv, K, V] float32, already rounded to the state's format.
     - length: int32 [], tokens seen; the same for all rows (a batch holds one depth).
@@ -39,16 +40,18 @@ def init_cache(config: ModelConfig, execution: Execution, batch: int, capacity: 
     """An empty cache for `batch` sequences of at most `capacity` tokens."""
     full = config.layer_types.count("full_attention")
     linear = config.layer_types.count("linear_attention")
-    kv_shape = (full, batch, capacity, config.num_kv_heads, config.head_dim)
+    slots, (key_dim, value_dim) = (full, batch, capacity, config.num_kv_heads), config.cached_widths
     channels = (
         2 * config.linear_key_heads * config.linear_key_dim
         + config.linear_value_heads * config.linear_value_dim
     )
     state_shape = (config.linear_value_heads, config.linear_key_dim, config.linear_value_dim)
     return Cache(
-        keys=jnp.zeros(kv_shape, bits_dtype(execution.container(lambda policy: policy.kv_cache.k))),
+        keys=jnp.zeros(
+            (*slots, key_dim), bits_dtype(execution.container(lambda policy: policy.kv_cache.k))
+        ),
         values=jnp.zeros(
-            kv_shape, bits_dtype(execution.container(lambda policy: policy.kv_cache.v))
+            (*slots, value_dim), bits_dtype(execution.container(lambda policy: policy.kv_cache.v))
         ),
         conv=jnp.zeros(
             (linear, batch, config.conv_kernel - 1, channels),

@@ -24,8 +24,9 @@ from kernjax.model.cache import Cache, row
 from kernjax.model.config import STACKS, ModelConfig
 from kernjax.model.execution import Execution, LayerPlan
 from kernjax.model.layer import DecoderLayer
-from kernjax.model.layers import dot, rms_norm
+from kernjax.model.layers import dot, layer_norm
 from kernjax.model.moe import Routes
+from kernjax.model.residual import Mixture, Stream, new_stream
 from pallas_kernels.formats import round_to, store
 
 
@@ -44,16 +45,21 @@ class Decoder(nnx.Module):
         self.lm_head = None if config.tie_word_embeddings else nnx.Param(params["lm_head"])
 
         def stack(name: str) -> DecoderLayer | None:
-            return DecoderLayer(STACKS[name], params[name]) if name in config.stacks else None
+            if name not in config.stacks:
+                return None
+            return DecoderLayer(config, STACKS[name], params[name])
 
         self.linear, self.full = stack("linear"), stack("full")
         self.linear_moe, self.full_moe = stack("linear_moe"), stack("full_moe")
+        blocks = config.block_size is not None
+        self.output_res = Mixture(params["output_res"]) if blocks else None
 
 
 class Captured(NamedTuple):
     """What a call shows of its layers at some columns R; None: not asked for.
 
-    hidden float32 [layers, B, R, D], the residual stream after every layer; routes [mixtures of
+    hidden float32 [layers, B, R, D], the residual stream after every layer (of attention residuals
+    the running block's, `Stream.x`); routes [mixtures of
     experts, B, R, ...] of every layer that has one.
     """
 
@@ -94,10 +100,16 @@ def forward(
     step = _Layers(decoder, count, decode, capture, routes, forced).step(
         _stack_plans(config, (execution, *variants)), which, _cache_rows(config), cache.length
     )
-    carry = (x, cache.keys, cache.values, cache.conv, cache.state)
+    stream = new_stream(x, config.num_layers, config.block_size)
+    carry = (stream, cache.keys, cache.values, cache.conv, cache.state)
     carry, captured = _run_pattern(config.layer_stacks, step, carry)
-    x, keys, values, conv, state = carry
-    hidden = rms_norm(x, decoder.final_norm[...], config.rms_norm_eps, execution.top)
+    stream, keys, values, conv, state = carry
+    hidden = stream.x
+    if decoder.output_res is not None:
+        hidden = decoder.output_res(
+            stream, stream.kept.shape[0], config.rms_norm_eps, execution.top
+        )
+    hidden = layer_norm(hidden, decoder.final_norm[...], config, execution.top)
     return hidden, Cache(keys, values, conv, state, cache.length + count), captured
 
 
@@ -121,10 +133,12 @@ def run_layer(
     execution: Execution,
     *,
     decode: bool = False,
+    kept: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
     """One layer by itself: the `index`-th of its stack on x [B, T, D], under `execution.layers[0]`.
 
-    `cache` is that of `one_layer`, with room for T more tokens; returns the new x and cache.
+    `cache` is that of `one_layer`, with room for T more tokens; returns the new x and cache. Where
+    the model has attention residuals, `kept` is as in `Stream`.
     """
     count = jnp.int32(x.shape[1])
     plans = {
@@ -134,12 +148,12 @@ def run_layer(
     }
     rows = {stack: np.zeros(len(decoder.config.stacks[stack]), np.int32)}
     step = _Layers(decoder, count, decode).step(plans, None, rows, cache.length)
-    carry = (x, cache.keys, cache.values, cache.conv, cache.state)
-    (y, keys, values, conv, state), _ = step(stack, index, carry)
-    return y, Cache(keys, values, conv, state, cache.length + count)
+    carry = (Stream(x, kept), cache.keys, cache.values, cache.conv, cache.state)
+    (stream, keys, values, conv, state), _ = step(stack, index, carry)
+    return stream.x, Cache(keys, values, conv, state, cache.length + count)
 
 
-Carry = tuple[jax.Array, ...]
+Carry = tuple[Stream, jax.Array, jax.Array, jax.Array, jax.Array]
 Step = Callable[[str, jax.Array, Carry], tuple[Carry, Captured]]
 
 
@@ -212,19 +226,19 @@ class _Layers:
             forced = None
             if self._forced is not None and name in self._mixtures:
                 forced = row(self._forced, _looked_up(self._mixtures[name], index))
+            number = _looked_up(np.asarray(self._config.stacks[name], np.int32), index)
             branches = [
-                functools.partial(self._run, layer, at, index, forced, start, plan)
+                functools.partial(self._run, layer, at, index, number, forced, start, plan)
                 for plan in distinct
             ]
             if len(branches) == 1:
                 carry, routes = branches[0](carry)
             else:
-                numbers = np.asarray(self._config.stacks[name], np.int32)
-                variant = 0 if which is None else which[numbers][index]
+                variant = 0 if which is None else which[number]
                 chosen = jnp.asarray(table)[variant, index]
                 carry, routes = jax.lax.switch(chosen, branches, carry)
             capture = self._capture
-            seen = None if capture is None else carry[0][:, capture].astype(jnp.float32)
+            seen = None if capture is None else carry[0].x[:, capture].astype(jnp.float32)
             return carry, Captured(seen, routes)
 
         return run
@@ -234,23 +248,24 @@ class _Layers:
         layer: DecoderLayer,
         at: jax.Array,
         place: jax.Array,
+        number: jax.Array,
         forced: jax.Array | None,
         start: jax.Array,
         plan: LayerPlan,
         carry: Carry,
     ) -> tuple[Carry, Routes | None]:
-        x, *kept = carry
-        cache, config = Cache(*kept, start), self._config
-        y, cache, routes = layer(
-            x, cache, at, self._count, plan, config, self._decode, place, forced
+        stream, *cached = carry
+        cache, config = Cache(*cached, start), self._config
+        new, cache, routes = layer(
+            stream, cache, at, self._count, plan, config, self._decode, place, number, forced
         )
-        y = store(y, plan.policy.activations).astype(x.dtype)
+        x = store(new.x, plan.policy.activations).astype(stream.x.dtype)
         if routes is not None:
             columns = self._routes
             routes = (
                 None if columns is None else jax.tree.map(lambda leaf: leaf[:, columns], routes)
             )
-        return (y, cache.keys, cache.values, cache.conv, cache.state), routes
+        return (new._replace(x=x), cache.keys, cache.values, cache.conv, cache.state), routes
 
 
 def _looked_up(table: np.ndarray, index: jax.Array) -> jax.Array:

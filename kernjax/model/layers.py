@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from kernjax.model.config import SITU, ModelConfig
 from kernjax.precision import LayerPolicy
 from pallas_kernels.formats import BF16, round_to, store
 
@@ -27,6 +28,11 @@ def linear(x: jax.Array, weight: jax.Array, policy: LayerPolicy) -> jax.Array:
 
 def dot(x: jax.Array, weight: jax.Array, policy: LayerPolicy) -> jax.Array:
     """x [..., D] @ weight [D, F] -> float32 [..., F], not rounded."""
+    return contract("...d,df->...f", x, weight, policy)
+
+
+def contract(subscripts: str, x: jax.Array, weight: jax.Array, policy: LayerPolicy) -> jax.Array:
+    """einsum of x with weights -> float32, not rounded."""
     if policy.dot == "default":
         # What one pass of a TPU's matrix unit does to float32 operands.
         x, weight = store(x, BF16), store(weight, BF16)
@@ -34,13 +40,27 @@ def dot(x: jax.Array, weight: jax.Array, policy: LayerPolicy) -> jax.Array:
         x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(
-        "...d,df->...f", x, weight, precision=precision, preferred_element_type=jnp.float32
+        subscripts, x, weight, precision=precision, preferred_element_type=jnp.float32
     )
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, policy: LayerPolicy) -> jax.Array:
     """Zero-centred RMSNorm over the last axis: x / rms(x) * (1 + weight), stored once."""
     return store(normalised(x, eps) * (1.0 + weight.astype(jnp.float32)), policy.activations)
+
+
+def layer_norm(
+    x: jax.Array, weight: jax.Array, config: ModelConfig, policy: LayerPolicy
+) -> jax.Array:
+    """The RMSNorm before a layer's mixer and MLP, and the final one, as the model has them."""
+    norm = rms_norm if config.zero_centred else plain_rms_norm
+    return norm(x, weight, config.rms_norm_eps, policy)
+
+
+def plain_rms_norm(x: jax.Array, weight: jax.Array, eps: float, policy: LayerPolicy) -> jax.Array:
+    """RMSNorm over the last axis: x / rms(x), rounded, then * weight (`KimiLinearRMSNorm`)."""
+    x = rounder(policy)(normalised(x, eps))
+    return store(x * weight.astype(jnp.float32), policy.activations)
 
 
 def normalised(x: jax.Array, eps: float) -> jax.Array:
@@ -63,6 +83,27 @@ def swiglu(gate: jax.Array, up: jax.Array, policy: LayerPolicy) -> jax.Array:
     """silu(gate) * up, both factors and the product rounded to activations."""
     hidden = rounder(policy)(silu(gate.astype(jnp.float32)))
     return store(hidden * up.astype(jnp.float32), policy.activations)
+
+
+def situ_glu(beta: float, linear_beta: float | None) -> Glu:
+    """SiTU: beta tanh(gate / beta) sigmoid(gate) * up, in float32 and rounded once.
+
+    With `linear_beta`, up is bounded as well: linear_beta tanh(up / linear_beta).
+    """
+
+    def glu(gate: jax.Array, up: jax.Array, policy: LayerPolicy) -> jax.Array:
+        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+        if linear_beta is not None:
+            up = linear_beta * jnp.tanh(up / linear_beta)
+        gate = beta * jnp.tanh(gate / beta) * jax.nn.sigmoid(gate)
+        return store(gate * up, policy.activations)
+
+    return glu
+
+
+def activation(config: ModelConfig) -> Glu:
+    """How the model's MLPs and experts join their two projections."""
+    return situ_glu(*config.situ_betas) if config.hidden_act == SITU else swiglu
 
 
 class MLP(nnx.Module):

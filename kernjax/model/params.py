@@ -117,13 +117,15 @@ def abstract_params(config: ModelConfig) -> dict[str, Any]:
     spec = _spec_maker(config)
     tree: dict[str, Any] = {
         "embed": spec(vocab, embed, init=_embedding),
-        "final_norm": spec((config.hidden_size, None), init=_near_zero, f32=True),
+        "final_norm": spec((config.hidden_size, None), init=_norm(config), f32=True),
     }
     if not config.tie_word_embeddings:
         tree["lm_head"] = spec(embed, vocab)
+    if config.block_size is not None:
+        tree["output_res"] = _attention_residual(config, ())
     for name, layers in config.stacks.items():
         axis = (len(layers), "layers")
-        mixer = _linear_mixer if STACKS[name] == LINEAR else _full_mixer
+        mixer = _mixer(config, STACKS[name])
         experts = layers[0] in config.moe_layers
         mlp = {"moe": _moe(config, axis)} if experts else {"mlp": _mlp(config, axis)}
         tree[name] = _norms(config, axis) | mlp | mixer(config, axis)
@@ -157,10 +159,37 @@ def _spec_maker(config: ModelConfig) -> Callable[..., ParamSpec]:
 def _norms(config: ModelConfig, layers: tuple[int, str]) -> dict[str, Any]:
     """What every layer has beside its mixer and its MLP."""
     spec, width = _spec_maker(config), (config.hidden_size, None)
-    return {
-        "input_norm": spec(layers, width, init=_near_zero, f32=True),
-        "post_norm": spec(layers, width, init=_near_zero, f32=True),
+    tree: dict[str, Any] = {
+        "input_norm": spec(layers, width, init=_norm(config), f32=True),
+        "post_norm": spec(layers, width, init=_norm(config), f32=True),
     }
+    if config.block_size is not None:
+        tree["mixer_res"] = _attention_residual(config, (layers,))
+        tree["mlp_res"] = _attention_residual(config, (layers,))
+    return tree
+
+
+def _norm(config: ModelConfig) -> Initializer:
+    return _near_zero if config.zero_centred else _near_one
+
+
+def _attention_residual(
+    config: ModelConfig, layers: tuple[tuple[int, str], ...]
+) -> dict[str, ParamSpec]:
+    """What scores the streams of a mixture, named as in `kernjax.model.residual`."""
+    spec, width = _spec_maker(config), (config.hidden_size, None)
+    return {
+        "norm": spec(*layers, width, init=_near_one, f32=True),
+        "proj": spec(*layers, width, init=_embedding, f32=True),
+    }
+
+
+def _mixer(
+    config: ModelConfig, kind: str
+) -> Callable[[ModelConfig, tuple[int, str]], dict[str, Any]]:
+    if kind == LINEAR:
+        return _linear_mixer if config.delta is None else _delta_mixer
+    return _full_mixer if config.latent is None else _latent_mixer
 
 
 def _mlp(config: ModelConfig, layers: tuple[int, str], size: int | None = None) -> dict[str, Any]:
@@ -236,6 +265,56 @@ def _full_mixer(config: ModelConfig, layers: tuple[int, str]) -> dict[str, Any]:
         "k_norm": spec(layers, head_dim, init=_near_zero, f32=True),
         "o": spec(layers, heads, embed),
     }
+
+
+def _delta_mixer(config: ModelConfig, layers: tuple[int, str]) -> dict[str, Any]:
+    """Kimi Delta Attention, named as in `kernjax.model.kimi_delta`."""
+    spec, embed = _spec_maker(config), (config.hidden_size, "embed")
+    channels, heads = (
+        (size, "linear_heads") for size in (config.key_size, config.linear_key_heads)
+    )
+    rank, taps = (config.linear_key_dim, None), (config.conv_kernel, None)
+    tree: dict[str, Any] = {name: spec(layers, embed, channels) for name in ("q", "k", "v")}
+    # Published in float32 even where the matrices are not.
+    for name in ("conv_q", "conv_k", "conv_v"):
+        tree[name] = spec(layers, channels, taps, init=_depthwise, f32=True)
+    tree |= {
+        "f_a": spec(layers, embed, rank),
+        "f_b": spec(layers, rank, channels),
+        "b": spec(layers, embed, heads),
+        "A_log": spec(layers, heads, init=_log_decay, f32=True),
+        "dt_bias": spec(layers, channels, init=_step_bias, f32=True),
+    }
+    if config.delta.full_rank_gate:
+        tree["g"] = spec(layers, embed, channels)
+    else:
+        tree |= {"g_a": spec(layers, embed, rank), "g_b": spec(layers, rank, channels)}
+    tree["norm"] = spec(layers, (config.linear_value_dim, None), init=_near_one, f32=True)
+    tree["out"] = spec(layers, channels, embed)
+    return tree
+
+
+def _latent_mixer(config: ModelConfig, layers: tuple[int, str]) -> dict[str, Any]:
+    """Latent attention, named as in `kernjax.model.latent_attention`."""
+    spec, embed = _spec_maker(config), (config.hidden_size, "embed")
+    latent, heads = config.latent, config.num_heads
+    query = (heads * config.head_dim, "heads")
+    rank, out = (latent.kv_rank, None), (heads * latent.value_dim, "heads")
+    tree: dict[str, Any] = {}
+    if latent.query_rank is None:
+        tree["q"] = spec(layers, embed, query)
+    else:
+        low = (latent.query_rank, None)
+        tree["q_a"] = spec(layers, embed, low)
+        tree["q_norm"] = spec(layers, low, init=_near_one, f32=True)
+        tree["q_b"] = spec(layers, low, query)
+    tree["kv_a"] = spec(layers, embed, (latent.kv_rank + latent.rope_dim, None))
+    tree["kv_norm"] = spec(layers, rank, init=_near_one, f32=True)
+    tree["kv_b"] = spec(layers, rank, (heads * (latent.nope_dim + latent.value_dim), "heads"))
+    if latent.output_gate:
+        tree["gate"] = spec(layers, embed, out)
+    tree["o"] = spec(layers, out, embed)
+    return tree
 
 
 def stacked_layers(config: ModelConfig, path: LeafPath) -> tuple[int, ...] | None:

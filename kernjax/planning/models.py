@@ -11,8 +11,10 @@ from kernjax.model.config import ModelConfig
 
 
 def model_names() -> list[str]:
-    """Configs that come with kernjax, as published without vision: qwen3.8-27b is that of
-    Qwen/Qwen3.8-27B, revision 1d4bf0f2."""
+    """Configs that come with kernjax, as published without vision and quantisation.
+
+    qwen3.8-27b is that of Qwen/Qwen3.8-27B, revision 1d4bf0f2; kimi-k3 of moonshotai/Kimi-K3.
+    """
     return sorted(path.stem for path in data_dir("configs").glob("models/*.json"))
 
 
@@ -33,7 +35,9 @@ def read_model(name: str) -> ModelConfig:
 def default_mesh(config: ModelConfig, devices: int) -> str:
     """The mesh for so many devices in which no key/value head is held twice.
 
-    As much tensor parallelism as the heads allow, the rest of the devices split the width.
+    As much tensor parallelism as the heads allow, the rest of the devices split the width. Of
+    latent attention every device has the one latent, so that its query heads decide.
     """
-    tensor = gcd(devices, config.num_kv_heads, config.linear_key_heads)
+    heads = config.num_kv_heads if config.latent is None else config.num_heads
+    tensor = gcd(devices, heads, config.linear_key_heads)
     return f"fsdp={devices // tensor},tensor={tensor}"

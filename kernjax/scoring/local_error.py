@@ -104,14 +104,26 @@ class LayerBench:
         alone = one_layer(config, config.layer_types[layer])
         cache = init_cache(alone, execution, 1, _capacity(self._tokens.shape[1]))
         run = self._compile(stack, execution, _layer_prefill)
-        x, parts = self._inputs[layer][None], []
+        x, kept, parts = self._inputs[layer][None], self._kept(layer), []
         for start, stop in self._windows():
-            y, cache = run(self._params, index, cache, x[:, start:stop])
+            before = None if kept is None else kept[:, :, start:stop]
+            y, cache = run(self._params, index, cache, x[:, start:stop], before)
             parts.append(np.asarray(y)[0])
         if x.shape[1] > self._context_len:
             run = self._compile(stack, execution, _layer_decode)
-            parts.append(np.asarray(run(self._params, index, cache, x[0, self._context_len :])))
+            before = None if kept is None else kept[:, 0, self._context_len :].swapaxes(0, 1)
+            steps = x[0, self._context_len :]
+            parts.append(np.asarray(run(self._params, index, cache, steps, before)))
         return np.concatenate(parts)
+
+    def _kept(self, layer: int) -> np.ndarray | None:
+        """float32 [blocks, 1, tokens, D]: of attention residuals, `Stream.kept` at `layer`."""
+        size = self._base.config.block_size
+        if size is None:
+            return None
+        kept = self._inputs[::size, None].copy()
+        kept[-(-layer // size) :] = 0  # blocks that have not begun
+        return kept
 
     def _compile(
         self, stack: str, execution: Execution, function: Callable[..., Any]
@@ -151,21 +163,25 @@ def _decoded(graph, execution, params, cache, tokens):
     return jax.lax.scan(step, cache, tokens)[1]
 
 
-def _layer_prefill(graph, stack, execution, dtype, params, index, cache, x):
-    """(float32 [1, T, D], cache) of x float32 [1, T, D]."""
+def _layer_prefill(graph, stack, execution, dtype, params, index, cache, x, kept, decode=False):
+    """(float32 [1, T, D], cache) of x float32 [1, T, D] and kept [blocks, 1, T, D] or None."""
     decoder = nnx.merge(graph, params)
-    y, cache = run_layer(decoder, stack, index, x.astype(dtype), cache, execution)
+    kept = None if kept is None else kept.astype(dtype)
+    y, cache = run_layer(
+        decoder, stack, index, x.astype(dtype), cache, execution, decode=decode, kept=kept
+    )
     return y.astype(jnp.float32), cache
 
 
-def _layer_decode(graph, stack, execution, dtype, params, index, cache: Cache, x):
-    """float32 [steps, D] of x [steps, D], one by one."""
-    decoder = nnx.merge(graph, params)
+def _layer_decode(graph, stack, execution, dtype, params, index, cache: Cache, x, kept):
+    """float32 [steps, D] of x [steps, D] and kept [steps, blocks, D] or None, one by one."""
 
-    def step(cache, row):
-        y, cache = run_layer(
-            decoder, stack, index, row[None, None].astype(dtype), cache, execution, decode=True
+    def step(cache, inputs):
+        x, kept = inputs
+        kept = None if kept is None else kept[:, None, None]
+        y, cache = _layer_prefill(
+            graph, stack, execution, dtype, params, index, cache, x[None, None], kept, decode=True
         )
-        return cache, y[0, 0].astype(jnp.float32)
+        return cache, y[0, 0]
 
-    return jax.lax.scan(step, cache, x)[1]
+    return jax.lax.scan(step, cache, (x, kept))[1]

@@ -83,6 +83,41 @@ class Transposed:
 
 
 @dataclass(frozen=True)
+class Row:
+    """A Linear with one output, [1, in], for our vector [in]."""
+
+    def hf_shape(self, shape: Shape) -> Shape:
+        return (1, *shape)
+
+    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
+        return block[0][inside]
+
+    def region(self, index: Index) -> tuple[Index, Index]:
+        return (slice(0, 1), *index), _from_zero(index)
+
+    def write(self, hf: np.ndarray, value: np.ndarray) -> None:
+        hf[0] = value
+
+
+@dataclass(frozen=True)
+class PerHead:
+    """A number a head, with axes for what it multiplies, [1, 1, heads, 1]: ours is [heads]."""
+
+    def hf_shape(self, shape: Shape) -> Shape:
+        return (1, 1, *shape, 1)
+
+    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
+        return block[0, 0, :, 0][inside]
+
+    def region(self, index: Index) -> tuple[Index, Index]:
+        one = slice(0, 1)
+        return (one, one, *index, one), _from_zero(index)
+
+    def write(self, hf: np.ndarray, value: np.ndarray) -> None:
+        hf[0, 0, :, 0] = value
+
+
+@dataclass(frozen=True)
 class Depthwise:
     """torch.nn.Conv1d with groups = channels: [C, 1, taps] for our [C, taps]."""
 

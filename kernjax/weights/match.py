@@ -6,14 +6,24 @@ data is read: ` - ` missing, ` + ` extra, ` ~ ` of another shape or dtype.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from kernjax.base.errors import UserError
-from kernjax.model.config import ModelConfig, read_config_json
-from kernjax.weights.names import LM_HEAD, expected_shapes, experts_in, is_skipped, resolve
+from kernjax.model.config import ModelConfig
+from kernjax.model.config_fields import read_config_json
+from kernjax.weights.names import (
+    LM_HEAD,
+    expected_shapes,
+    experts_in,
+    is_skipped,
+    resolve,
+    usual_name,
+)
 from kernjax.weights.quantisation import Scheme, read_scheme
 from kernjax.weights.safetensors_files import (
     READABLE,
@@ -51,8 +61,14 @@ def text_tensors(directory: str | Path, config: ModelConfig) -> dict[str, Source
     for name in found:
         weight, suffix = _weight_of(name)
         weight = prefix.canonical(weight)
-        canonical[name] = None if weight is None else weight + suffix
+        canonical[name] = None if weight is None else usual_name(weight) + suffix
     by_name = {canonical[name]: t for name, t in found.items() if canonical[name] is not None}
+    if config.delta is not None:
+        by_name |= {
+            name: _per_head(tensor, config.linear_key_heads)
+            for name, tensor in by_name.items()
+            if name.endswith(".A_log")
+        }
 
     matching = _Matching(by_name)
     sources = {name: matching.source(name, shape, scheme) for name, shape in expected.items()}
@@ -143,6 +159,22 @@ def _weight_of(name: str) -> tuple[str, str]:
         if name.endswith(".weight" + suffix):
             return name.removesuffix(suffix), suffix
     return name, ""
+
+
+def _per_head(tensor: TensorEntry, heads: int) -> TensorEntry:
+    """A_log as [1, 1, heads, 1]: published as a vector too, and padded with zeros at the end."""
+    count = math.prod(tensor.shape)
+    if tensor.dtype not in READABLE or max(tensor.shape, default=0) != count or count < heads:
+        return tensor  # another shape, which is reported as such
+    if np.any(tensor.array().reshape(-1)[heads:]):
+        raise UserError(
+            f"{tensor.name} in {tensor.file} has {count} numbers for {heads} heads, and those past"
+            " the heads are not zero.",
+            "Expected one a head, and zeros after them.",
+            "Check num_heads in linear_attn_config.",
+        )
+    end = tensor.begin + heads * READABLE[tensor.dtype].itemsize
+    return dataclasses.replace(tensor, shape=(1, 1, heads, 1), end=end)
 
 
 def _cut(lines: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kernjax.model.config import FULL, LINEAR, QWEN3_NEXT, STACKS, ModelConfig
+from kernjax.model.config import FULL, KIMI_LINEAR, LINEAR, QWEN3_NEXT, STACKS, ModelConfig
 from kernjax.model.params import LeafPath, ParamSpec, abstract_params, leaves, stacked_layers
 from kernjax.weights.layouts import (
     AsIs,
@@ -23,6 +23,8 @@ from kernjax.weights.layouts import (
     HeadPart,
     Interleaved,
     Layout,
+    PerHead,
+    Row,
     Transposed,
 )
 
@@ -35,6 +37,8 @@ _TOP: dict[LeafPath, tuple[str, Layout]] = {
     ("embed",): ("embed_tokens.weight", _AS_IS),
     ("final_norm",): ("norm.weight", _AS_IS),
     ("lm_head",): (LM_HEAD, _TRANSPOSED),
+    ("output_res", "norm"): ("output_attn_res_norm.weight", _AS_IS),
+    ("output_res", "proj"): ("output_attn_res_proj.weight", Row()),
 }
 _EVERY_LAYER: dict[LeafPath, tuple[str, Layout]] = {
     ("input_norm",): ("input_layernorm.weight", _AS_IS),
@@ -61,8 +65,60 @@ _LINEAR: dict[LeafPath, tuple[str, Layout]] = _EVERY_LAYER | {
 }
 
 
+# Kimi Linear and Kimi K3.
+_KIMI_EVERY_LAYER: dict[LeafPath, tuple[str, Layout]] = _EVERY_LAYER | {
+    ("mixer_res", "norm"): ("self_attention_res_norm.weight", _AS_IS),
+    ("mixer_res", "proj"): ("self_attention_res_proj.weight", Row()),
+    ("mlp_res", "norm"): ("mlp_res_norm.weight", _AS_IS),
+    ("mlp_res", "proj"): ("mlp_res_proj.weight", Row()),
+    ("moe", "router"): ("block_sparse_moe.gate.weight", _TRANSPOSED),
+    ("moe", "correction"): ("block_sparse_moe.gate.e_score_correction_bias", _AS_IS),
+    ("moe", "shared", "gate"): ("block_sparse_moe.shared_experts.gate_proj.weight", _TRANSPOSED),
+    ("moe", "shared", "up"): ("block_sparse_moe.shared_experts.up_proj.weight", _TRANSPOSED),
+    ("moe", "shared", "down"): ("block_sparse_moe.shared_experts.down_proj.weight", _TRANSPOSED),
+    ("moe", "latent_down"): ("block_sparse_moe.routed_expert_down_proj.weight", _TRANSPOSED),
+    ("moe", "latent_up"): ("block_sparse_moe.routed_expert_up_proj.weight", _TRANSPOSED),
+    ("moe", "latent_norm"): ("block_sparse_moe.routed_expert_norm.weight", _AS_IS),
+}
+_KIMI_EXPERTS: dict[LeafPath, tuple[str, Layout]] = {
+    ("moe", "experts", part): (f"block_sparse_moe.experts.{{expert}}.{name}.weight", _TRANSPOSED)
+    for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
+_DELTA: dict[LeafPath, tuple[str, Layout]] = _KIMI_EVERY_LAYER | {
+    ("q",): ("self_attn.q_proj.weight", _TRANSPOSED),
+    ("k",): ("self_attn.k_proj.weight", _TRANSPOSED),
+    ("v",): ("self_attn.v_proj.weight", _TRANSPOSED),
+    ("conv_q",): ("self_attn.q_conv1d.weight", Depthwise()),
+    ("conv_k",): ("self_attn.k_conv1d.weight", Depthwise()),
+    ("conv_v",): ("self_attn.v_conv1d.weight", Depthwise()),
+    ("f_a",): ("self_attn.f_a_proj.weight", _TRANSPOSED),
+    ("f_b",): ("self_attn.f_b_proj.weight", _TRANSPOSED),
+    ("b",): ("self_attn.b_proj.weight", _TRANSPOSED),
+    ("A_log",): ("self_attn.A_log", PerHead()),
+    ("dt_bias",): ("self_attn.dt_bias", _AS_IS),
+    ("g",): ("self_attn.g_proj.weight", _TRANSPOSED),
+    ("g_a",): ("self_attn.g_a_proj.weight", _TRANSPOSED),
+    ("g_b",): ("self_attn.g_b_proj.weight", _TRANSPOSED),
+    ("norm",): ("self_attn.o_norm.weight", _AS_IS),
+    ("out",): ("self_attn.o_proj.weight", _TRANSPOSED),
+}
+_LATENT: dict[LeafPath, tuple[str, Layout]] = _KIMI_EVERY_LAYER | {
+    ("q",): ("self_attn.q_proj.weight", _TRANSPOSED),
+    ("q_a",): ("self_attn.q_a_proj.weight", _TRANSPOSED),
+    ("q_norm",): ("self_attn.q_a_layernorm.weight", _AS_IS),
+    ("q_b",): ("self_attn.q_b_proj.weight", _TRANSPOSED),
+    ("kv_a",): ("self_attn.kv_a_proj_with_mqa.weight", _TRANSPOSED),
+    ("kv_norm",): ("self_attn.kv_a_layernorm.weight", _AS_IS),
+    ("kv_b",): ("self_attn.kv_b_proj.weight", _TRANSPOSED),
+    ("gate",): ("self_attn.g_proj.weight", _TRANSPOSED),
+    ("o",): ("self_attn.o_proj.weight", _TRANSPOSED),
+}
+
+
 def _linear(config: ModelConfig) -> dict[LeafPath, tuple[str, Layout]]:
     """Qwen3-Next fuses the projections of x, group by group: a key head and its value heads."""
+    if config.delta is not None:
+        return _DELTA
     if config.model_type != QWEN3_NEXT:
         return _LINEAR
     groups = config.linear_key_heads
@@ -88,6 +144,8 @@ def _experts(config: ModelConfig, experts: str) -> dict[LeafPath, tuple[str, Lay
     """Names with `{expert}` are of one expert each."""
     if config.moe is None:
         return {}
+    if config.model_type == KIMI_LINEAR:
+        return _KIMI_EXPERTS
     if experts == ONE_BY_ONE:
         return {
             ("moe", "experts", part): (f"mlp.experts.{{expert}}.{part}_proj.weight", _TRANSPOSED)
@@ -103,7 +161,7 @@ def _experts(config: ModelConfig, experts: str) -> dict[LeafPath, tuple[str, Lay
 
 def usual_experts(config: ModelConfig) -> str:
     """How transformers writes the experts of this model."""
-    return ONE_BY_ONE if config.model_type == QWEN3_NEXT else STACKED
+    return ONE_BY_ONE if config.model_type in (QWEN3_NEXT, KIMI_LINEAR) else STACKED
 
 
 def experts_in(names: Iterable[str], config: ModelConfig) -> str:
@@ -116,6 +174,8 @@ def experts_in(names: Iterable[str], config: ModelConfig) -> str:
 
 
 def _full(config: ModelConfig) -> dict[LeafPath, tuple[str, Layout]]:
+    if config.latent is not None:
+        return _LATENT
     return _EVERY_LAYER | {
         ("q",): ("self_attn.q_proj.weight", HeadPart(0, config.head_dim)),
         ("gate",): ("self_attn.q_proj.weight", HeadPart(1, config.head_dim)),
@@ -202,7 +262,7 @@ class Prefix(NamedTuple):
         return short if self.full(short) == name else None
 
 
-# Published files and a re-saved wrapper; a text-only save; the layout of MLX conversions.
+# Published files and a re-saved wrapper; a text-only save; Kimi K3 and MLX conversions.
 PREFIXES = (
     Prefix("model.language_model.", ""),
     Prefix("model.", ""),
@@ -210,7 +270,12 @@ PREFIXES = (
 )
 
 # The vision tower and the multi-token-prediction head: not part of the language model's logits.
-SKIPPED = ("model.visual.", "visual.", "mtp.")
+SKIPPED = ("model.visual.", "visual.", "mtp.", "vision_tower.", "mm_projector.")
+
+
+def usual_name(name: str) -> str:
+    """A canonical name for one that transformers writes: of Kimi Linear's dense layers."""
+    return re.sub(r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.", name)
 
 
 def is_skipped(name: str) -> bool:

@@ -21,6 +21,9 @@ from safetensors.numpy import save_file
 from kernjax.model.config import ModelConfig
 from kernjax.weights.names import ONE_BY_ONE, STACKED, expected_shapes
 
+# Matrices whose products are added to the residual stream.
+_OUTPUTS = ("out_proj.weight", "o_proj.weight", "down_proj.weight", "down_proj", "w2.weight")
+
 L, F = "linear_attention", "full_attention"
 
 WRAPPER_PREFIX = "model.language_model."
@@ -31,6 +34,7 @@ CLASSES = {
     "qwen3_5": "Qwen3_5ForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
 }
 
 
@@ -42,6 +46,7 @@ class Case:
     a vision tower and an MTP head that have to be skipped). Sizes are those of the config.
     `experts` are their number and how many a token goes to, `expert_sizes` the widths of one and of
     the shared one, `dense` the layers without; `one_by_one`: as tensors of their own in the file.
+    `latents` are the ranks of latent attention: the keys' and values', and the query's (0: none).
     """
 
     name: str
@@ -58,6 +63,7 @@ class Case:
     expert_sizes: tuple[int, int] = (0, 0)
     dense: tuple[int, ...] = ()
     one_by_one: bool = False
+    latents: tuple[int, int] = (0, 0)
     vocab: int = 96
     batch: int = 2
     context_len: int = 200
@@ -66,6 +72,8 @@ class Case:
 
     def text_config(self, dtype: str = "bfloat16") -> dict[str, Any]:
         """The config.json of a text-only checkpoint."""
+        if self.family == "kimi_linear":
+            return self._kimi_config(dtype)
         return {
             "architectures": [CLASSES[self.family]],
             "attention_bias": False,
@@ -98,6 +106,50 @@ class Case:
             "tie_word_embeddings": self.tied,
             "vocab_size": self.vocab,
         } | self._moe_config()
+
+    def _kimi_config(self, dtype: str) -> dict[str, Any]:
+        numbers = {kind: [i + 1 for i, k in enumerate(self.layers) if k == kind] for kind in (L, F)}
+        return {
+            "architectures": [CLASSES[self.family]],
+            "bos_token_id": 1,
+            "dtype": dtype,
+            "eos_token_id": 2,
+            "first_k_dense_replace": len(self.dense),
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "intermediate_size": 2 * self.hidden,
+            "kv_lora_rank": self.latents[0],
+            "linear_attn_config": {
+                "full_attn_layers": numbers[F],
+                "head_dim": self.linear_dims[0],
+                "kda_layers": numbers[L],
+                "num_heads": self.linear_heads[0],
+                "short_conv_kernel_size": 4,
+            },
+            "mla_use_nope": True,
+            "model_max_length": 4096,
+            "model_type": self.family,
+            "moe_intermediate_size": self.expert_sizes[0],
+            "moe_renormalize": True,
+            "moe_router_activation_func": "sigmoid",
+            "num_attention_heads": self.heads[0],
+            "num_expert_group": 1,
+            "num_experts": self.experts[0],
+            "num_experts_per_token": self.experts[1],
+            "num_hidden_layers": len(self.layers),
+            "num_key_value_heads": self.heads[1],
+            "num_shared_experts": self.expert_sizes[1] // self.expert_sizes[0],
+            "pad_token_id": 0,
+            "q_lora_rank": self.latents[1] or None,
+            "qk_nope_head_dim": self.head_dim,
+            "qk_rope_head_dim": 8,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 2.446,
+            "tie_word_embeddings": self.tied,
+            "topk_group": 1,
+            "v_head_dim": 12,
+            "vocab_size": self.vocab,
+        }
 
     def _moe_config(self) -> dict[str, Any]:
         if self.family == "qwen3_5":
@@ -158,6 +210,16 @@ CASES = (
         "next", (L, L, F, L, F), wrapper=False, tied=False, heads=(4, 2), linear_dims=(16, 24),
         family="qwen3_next", experts=(12, 2), expert_sizes=(36, 20), dense=(0, 4), one_by_one=True,
         seed=9,
+    ),
+    Case(
+        "kimi", (L, L, F, L, F), wrapper=False, tied=False, heads=(4, 4), linear_heads=(3, 3),
+        family="kimi_linear", experts=(12, 3), expert_sizes=(20, 40), dense=(0,), one_by_one=True,
+        latents=(20, 0), seed=11,
+    ),
+    Case(
+        "kimi-low-rank", (F, L), wrapper=False, tied=False, heads=(4, 4), linear_heads=(3, 3),
+        family="kimi_linear", experts=(6, 2), expert_sizes=(36, 36), dense=(0,), one_by_one=True,
+        latents=(24, 28), seed=12,
     ),
 )  # fmt: skip
 
@@ -221,13 +283,18 @@ def _tensor(case: Case, name: str, shape: tuple[int, ...]) -> np.ndarray:
     rng = np.random.default_rng([case.seed, zlib.crc32(name.encode())])
     normal = rng.standard_normal(shape)
     if name.endswith("A_log"):
-        values = np.log(np.geomspace(0.02, 16, shape[0]))[rng.permutation(shape[0])]
+        size = max(shape)
+        values = np.log(np.geomspace(0.02, 16, size))[rng.permutation(size)].reshape(shape)
     elif name.endswith("dt_bias"):
         step = np.geomspace(1e-3, 1, shape[0])[rng.permutation(shape[0])]
         values = np.log(np.expm1(step))  # softplus^-1
-    elif name.endswith("linear_attn.norm.weight"):
+    elif name.endswith("linear_attn.norm.weight") or (
+        case.family == "kimi_linear" and name.endswith("norm.weight")
+    ):
         values = 1 + 0.2 * normal
     elif name.endswith("norm.weight"):
+        values = 0.2 * normal
+    elif name.endswith("correction_bias"):
         values = 0.2 * normal
     elif name.endswith("conv1d.weight"):
         values = 0.5 * normal
@@ -235,7 +302,9 @@ def _tensor(case: Case, name: str, shape: tuple[int, ...]) -> np.ndarray:
         values = 2 * normal * shape[1] ** -0.5 if case.tied else normal
     elif name == "lm_head.weight":
         values = 2 * normal * shape[1] ** -0.5
-    elif name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight", "down_proj")):
+    elif name.endswith(
+        ("out_proj.weight", "o_proj.weight", "down_proj.weight", "down_proj", "w2.weight")
+    ):
         # Branches smaller than the residual stream, as in trained models: at unit gain a random
         # network multiplies float32's own rounding by a thousand.
         values = 0.35 * normal * shape[-1] ** -0.5

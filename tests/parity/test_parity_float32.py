@@ -22,6 +22,7 @@ pytestmark = pytest.mark.parity
 RUNS = [
     *((case, None) for case in CASES),
     *((case, 64) for case in CASES[:2]),
+    *((case, 64) for case in CASES if case.name == "kimi"),
     (CASES[0], 100),
 ]
 

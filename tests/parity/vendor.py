@@ -48,14 +48,14 @@ def run(model: Any, tokens: np.ndarray, context_len: int, window: int | None = N
             logits.append(model(piece, cache=cache, use_cache=True).logits)
         for hook in hooks:
             hook.remove()
-        after_prefill = _cached(cache, model.config.layer_types)
+        after_prefill = _cached(cache, model.config)
         for at in range(context_len, ids.shape[1] - 1):
             logits.append(model(ids[:, at : at + 1], cache=cache, use_cache=True).logits)
     return Trace(
         logits=_numpy(torch.cat(logits, dim=1)),
         hidden=np.stack([_numpy(torch.cat(pieces, dim=1)) for pieces in seen]),
         after_prefill=after_prefill,
-        after_decode=_cached(cache, model.config.layer_types),
+        after_decode=_cached(cache, model.config),
     )
 
 
@@ -63,14 +63,19 @@ def _first(out: Any) -> Any:
     return out[0] if isinstance(out, tuple) else out
 
 
-def _cached(cache: Any, layer_types: list[str]) -> Cached:
+def _cached(cache: Any, config: Any) -> Cached:
+    layer_types, latent = config.layer_types, hasattr(config, "kv_lora_rank")
     full = [layer for layer, t in zip(cache.layers, layer_types, strict=True) if t[0] == "f"]
     linear = [layer for layer, t in zip(cache.layers, layer_types, strict=True) if t[0] == "l"]
+    keys = [_numpy(layer.keys).swapaxes(1, 2) for layer in full]
+    values = [_numpy(layer.values).swapaxes(1, 2) for layer in full]
+    if latent:  # the vendor's "keys" are the latent, its "values" the key that heads share
+        keys, values = [np.concatenate(p, -1) for p in zip(keys, values, strict=True)], keys
     return Cached(
         # The vendor keeps [B, G, S, H] and [B, C, 4]: the last input is the step's own, and the
         # next step needs only the three that follow the first.
-        keys=np.stack([_numpy(layer.keys).swapaxes(1, 2) for layer in full]),
-        values=np.stack([_numpy(layer.values).swapaxes(1, 2) for layer in full]),
+        keys=np.stack(keys),
+        values=np.stack(values),
         conv=np.stack([_numpy(layer.conv_states[0])[..., 1:].swapaxes(1, 2) for layer in linear]),
         state=np.stack([_numpy(layer.recurrent_states[0]) for layer in linear]),
     )
