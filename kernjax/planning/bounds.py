@@ -8,9 +8,9 @@ takes the longer of the two: a real one is slower.
   as many as the tokens can choose, evenly spread), the keys and values of the tokens so far, the
   recurrent state and the window of the convolution, read and written.
 - FLOPs: 2 per weight and token (of experts, those a token goes to); 4 H per query, key it sees, and
-  head; 6 K V per token and value head of the delta rule (k^T S, k d^T, q^T S). float32 products of
-  weights with dot=highest take six bfloat16 passes (bfloat16 in three parts, the six leading
-  products).
+  head (of latent attention 2 a number of the cached key and value); 6 K V per token and value head
+  of the delta rule (k^T S, k d^T, q^T S). float32 products of weights with dot=highest take six
+  bfloat16 passes (bfloat16 in three parts, the six leading products).
 """
 
 from __future__ import annotations
@@ -99,10 +99,11 @@ def _flops(setup: Setup, tokens: int, keys_seen: int, scored: int) -> float:
     matrices = sum(
         spec.size * (share if "experts" in path else 1)
         for path, spec in leaves(abstract_params(config))
-        if path[0] in STACKS and len(spec.shape) >= 3 and path[-1] != "conv"
+        if path[0] in STACKS and len(spec.shape) >= 3 and not path[-1].startswith("conv")
     )
     weights = 2 * matrices * tokens + 2 * config.hidden_size * config.vocab_size * scored
-    attention = 4 * config.head_dim * config.num_heads * keys_seen * len(config.full_layers)
+    per_key = 2 * sum(config.cached_widths) * config.num_heads
+    attention = per_key * keys_seen * len(config.full_layers)
     state = config.linear_key_dim * config.linear_value_dim * config.linear_value_heads
     rule = 6 * state * tokens * len(config.linear_layers)
     return setup.batch * (weights * _passes(setup) + attention + rule)
