@@ -121,11 +121,20 @@ def test_a_top1_id_that_is_not_the_likeliest():
     compare(reference, candidate)
     assert (candidate.top1_ids != reference.top1_ids).any()
     copied = made.changed(candidate, top1_ids=reference.top1_ids)
-    with pytest.raises(UserError, match="top1_ids of .* are not the likeliest"):
+    with pytest.raises(UserError, match=r"top1_ids does not belong .* in \d+ rows"):
         compare(reference, copied)
-    rolled = made.changed(candidate, top1_ids=np.roll(candidate.top1_ids, 1))
-    with pytest.raises(UserError, match="top1_ids"):
+
+
+@pytest.mark.parametrize("name", ["top1_ids", "target_logprobs", "margins"])
+def test_a_column_that_was_shifted_against_the_others(name):
+    reference, candidate = made.pair()
+    rolled = made.changed(candidate, **{name: np.roll(getattr(candidate, name), 1)})
+    with pytest.raises(UserError, match=f"candidate: {name} does not belong.*of one softmax"):
         compare(reference, rolled)
+    changed = made.changed(candidate, **{name: -getattr(candidate, name)})
+    if name != "top1_ids":
+        with pytest.raises(UserError, match=name):
+            compare(reference, changed)
 
 
 def test_decode_against_one_shot_prefill():

@@ -27,8 +27,8 @@ PHASES = ("prefill", "decode", "rescore")
 _MASS_TOLERANCE = 1e-2
 """|ln of the cells' summed probability|: float32 reaches 1e-5, other engines' files 1e-3."""
 
-_TOP1_TOLERANCE = 1e-3
-"""Nats by which the top-1 id may be below another: other engines' files are rounded."""
+_COLUMN_TOLERANCE = 1e-2
+"""Nats by which the columns of a row may disagree: other engines' files are rounded."""
 
 _VALUES = ("top_logprobs", "tail_logprob", "target_logprobs", "margins", "top1_ids")
 
@@ -134,7 +134,7 @@ def compare(
     finite = np.isfinite(q_raw).all(axis=1)
     finite &= np.isfinite(candidate.target_logprobs) & np.isfinite(candidate.margins)
     _check_mass(q_raw, finite, candidate.path)
-    _check_top1(candidate, finite)
+    _check_columns(candidate, finite)
     p = metrics.cells(p_raw)
     own = np.full((len(p), q_raw.shape[1]), np.nan)
     own[finite] = metrics.cells(q_raw[finite])
@@ -253,24 +253,40 @@ def _check_mass(raw: np.ndarray, finite: np.ndarray, name: str) -> None:
         )
 
 
-def _check_top1(recording: Recording, finite: np.ndarray) -> None:
-    """A row's top-1 id must be its likeliest: flips are counted by it, KL by the probabilities."""
-    largest = recording.top_logprobs.max(axis=1)
-    own = np.where(
-        recording.top_ids == recording.top1_ids[:, None], recording.top_logprobs, -np.inf
-    ).max(axis=1)
-    # One that is not listed lies in the tail, which is at least as probable as it is alone.
-    least = np.where(np.isfinite(own), own, recording.tail_logprob)
-    bad = np.nonzero(finite & (least < largest - _TOP1_TOLERANCE))[0]
-    if bad.size:
-        row = bad[0]
-        raise UserError(
-            f"{recording.path}: top1_ids of {bad.size} rows are not the likeliest tokens; the "
-            f"first, row {row}: id {recording.top1_ids[row]} at {least[row]:.4g} at most, another "
-            f"at {largest[row]:.4g}.",
-            "A row's top-1 id and its log-probabilities are of one softmax.",
-            "Record it again; in an imported file, look for rows that were shifted or sorted.",
+def _check_columns(recording: Recording, finite: np.ndarray) -> None:
+    """The columns of a row are of one softmax: flips and perplexity are counted by other columns
+    than KL is, and rows that were shifted or copied in one of them would hide there.
+    """
+    listed, tail = recording.top_logprobs, recording.tail_logprob
+    is_top1 = recording.top_ids == recording.top1_ids[:, None]
+    is_target = recording.top_ids == recording.target_ids[:, None]
+    # What is not listed lies in the tail, which is at least as probable as it is alone.
+    top1, target = (
+        np.where(mask.any(axis=1), np.where(mask, listed, -np.inf).max(axis=1), tail)
+        for mask in (is_top1, is_target)
+    )
+    second = np.where(is_top1, -np.inf, listed).max(axis=1)
+    own = recording.target_logprobs
+    # float32 keeps logits of a broken kernel's size to seven digits only.
+    tolerance = _COLUMN_TOLERANCE + 1e-6 * np.abs(listed).max(axis=1)
+    with np.errstate(invalid="ignore"):  # of rows that are not finite
+        apart = np.where(is_target.any(axis=1), np.abs(own - target), own - target)
+        checks = (
+            ("top1_ids", second - top1, "the top-1 id is the likeliest"),
+            ("target_logprobs", apart, "the target has the probability that the ids give it"),
+            ("margins", -recording.margins, "a margin is the first logit less the second"),
+            ("margins", recording.margins - (top1 - second), "no listed id lies inside the margin"),
         )
+    for name, excess, rule in checks:
+        bad = np.nonzero(finite & (excess > tolerance))[0]
+        if bad.size:
+            raise UserError(
+                f"{recording.path}: {name} does not belong to the log-probabilities beside it in "
+                f"{bad.size} rows, first in row {bad[0]} (segment "
+                f"{recording.segments[recording.segment[bad[0]]]['id']}), by {excess[bad[0]]:.3g}.",
+                f"All columns of a row are of one softmax: {rule}.",
+                "Record it again; in an imported file, look for rows that were shifted or sorted.",
+            )
 
 
 def _finite_extras(recording: Recording) -> np.ndarray:

@@ -10,7 +10,8 @@ number of the candidate with the largest the band allows:
 | growth_decode | R in the late half of the decode steps over R in the early half | kind |
 | flips | flips over the normals' flips on the same positions | merged margin bins |
 | tail_mass | change of the mass outside the top 20, either sign | kind |
-| edges | R just after prefill-window, document and chunk edges | class of edge |
+| edges | R just after prefill-window, document and chunk edges; | class of edge |
+| | at decode's first steps, and where a block of keys is full or begins | |
 | decode_vs_prefill | KL(one-shot prefill || decode) over that of two right producers | all |
 | | R of the decoded tokens rescored by one prefill, arithmetic and geometric | as of level |
 | prefill_last | R at the prompt's last position | all |
@@ -60,6 +61,8 @@ _EDGES = {
     "edge_window": "prefill window",
     "edge_document": "document",
     "edge_chunk": "chunk",
+    "edge_start": "decode start",
+    "edge_block": "decode block",
 }
 
 

@@ -11,15 +11,16 @@ import numpy as np
 from kernjax.judge import intervals, metrics
 from kernjax.judge.case import Case, Finding
 from kernjax.judge.comparison import PHASES
-from kernjax.judge.gates import CONFIDENCE, RULES, Gate, Outcome, Row
+from kernjax.judge.gates import CONFIDENCE, RULES, TESTED, Gate, Outcome, Row
 from kernjax.judge.lenses import LAW_DEPTHS, IncumbentRow, IsolatedLaw
 
 MIN_SEGMENTS = 16
 TAIL_WARNING, TAIL_LIMIT = 0.2, 0.4
 MAX_EXTRAPOLATION = 4
 _LISTED = 5
-_SEGMENT_MARGIN = 1.5
-"""On ln R: how far beyond the normals' largest segment one has to be."""
+_SEGMENT_MARGIN = 2.0
+_LEAST_SEGMENT = math.log(1.25)
+"""On ln R: how far beyond the normals' largest segment one has to be, and the least that counts."""
 
 _BLIND = 4.0
 """A gate row that allows more than this many times the normal difference sees little."""
@@ -137,7 +138,7 @@ _SENTENCES = {
     "the decode steps than in the early one",
     "flips": "At {stratum} there are {value} times as many flips as normal",
     "tail_mass": "On {kind} the probability outside the recorded ids changes by {value}",
-    "edges": "Just after a {stratum} edge the KL is {value} times normal",
+    "edges": "At edges ({stratum}) the KL is {value} times normal",
     "decode_vs_prefill": "Decode differs from one-shot prefill of the same tokens {value} times as "
     "much as two equally right producers do",
     "prefill_last": "At the prompt's last position the KL is {value} times normal",
@@ -266,7 +267,7 @@ def single_segments(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
     for name, largest in case.largest_of_normals.items():
         values = case.evidence.statistics.get(name)
         if values is not None:
-            limit = max(_SEGMENT_MARGIN * largest, math.log(2.0))
+            limit = max(_SEGMENT_MARGIN * largest, _LEAST_SEGMENT)
             for index in np.nonzero(values > limit)[0]:
                 worst[index] = max(worst.get(index, 0.0), float(values[index]))
     if worst:
@@ -508,6 +509,14 @@ def _is_too_good(case: Case) -> bool:
     return bool(highs) and max(highs) < math.log(_TOO_GOOD)
 
 
+_ABSENT = {
+    "growth_context": "one depth only",
+    "growth_decode": "no decode steps",
+    "flips": "fewer than 20 flips of normal runs",
+    "decode_vs_prefill": "no rescored tokens",
+}
+
+
 def _about_the_band(case: Case) -> Iterator[Finding]:
     """What this band cannot show, whatever the candidate."""
     band = case.band
@@ -523,6 +532,13 @@ def _about_the_band(case: Case) -> Iterator[Finding]:
             + "; ".join(blind[:_LISTED])
             + ("; ..." if len(blind) > _LISTED else "."),
             "Record a larger corpus and calibrate on it.",
+        )
+    if absent := [gate for gate in TESTED if all(row.gate != gate for row in band.rows)]:
+        why = "; ".join(f"{gate}: {_ABSENT.get(gate, 'no such rows')}" for gate in absent)
+        yield Finding(
+            "warning",
+            f"What this corpus and reference cannot test is not tested: {why}.",
+            "Record a reference that has it, and calibrate on that.",
         )
     if not band.bad:
         yield Finding(

@@ -18,6 +18,12 @@ from kernjax.judge.metrics import KL_FLOOR, MARGIN_LABELS, log_floored, margin_b
 EDGE_REACH = 64
 """Positions after an edge that count as "just after" it: a lost state can be gone after 64."""
 
+START_STEPS = 4
+"""Decode steps after the prompt that count as its start: a stale convolution lasts that long."""
+
+_BLOCK = 64
+"""Blocks of keys, pages and chunks end at multiples of this, or of a part of it."""
+
 GROUPS = (
     "level",  # the rows that decide: decode, or prefill where nothing was decoded
     "early",  # first half of a segment's decode steps
@@ -27,6 +33,8 @@ GROUPS = (
     "edge_window",  # prefill rows just after a prefill-window edge
     "edge_document",  # prefill rows just after a document start, the prompt's first tokens too
     "edge_chunk",  # the other prefill rows before the last: chunk edges
+    "edge_start",  # the first decode steps, on what prefill left
+    "edge_block",  # the other decode steps that fill a block of keys, or begin one
     "self",  # decode against one-shot prefill of the same tokens, of one producer
 )
 
@@ -101,6 +109,10 @@ def row_groups(comparison: Comparison, level: int) -> dict[str, np.ndarray]:
         step = pos - context
         masks["early"] = masks["level"] & (2 * step < score)
         masks["late"] = masks["level"] & (2 * step >= score)
+        start = masks["level"] & (step < START_STEPS)
+        block = (pos % _BLOCK == 0) | (pos % _BLOCK == _BLOCK - 1)
+        masks["edge_start"] = start
+        masks["edge_block"] = masks["level"] & block & ~start
         masks["rescore"] = (phase == RESCORE) & finite
         masks["last"] = last
         edge = prefill & ~last
@@ -165,8 +177,8 @@ def ratio_statistics(subject: Summary, normals: Sequence[Summary]) -> dict[str, 
         halves = [_log_ratio(subject, normals, "mean_log", name) for name in ("early", "late")]
         result["step"] = _excess(halves[1]) - _excess(halves[0])
         result["late"] = halves[1]
-    for name in ("edge_window", "edge_document", "edge_chunk"):
-        if both_have("log_mean", name):
+    for name in GROUPS:
+        if name.startswith("edge_") and both_have("log_mean", name):
             result[name] = _log_ratio(subject, normals, "log_mean", name)
     if both_have("log_mean", "rescore"):
         result["rescore"] = _log_ratio(subject, normals, "mean_log", "rescore")

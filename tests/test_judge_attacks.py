@@ -1,0 +1,138 @@
+"""What a wrong candidate could do to pass: the demo's own recordings, damaged in one way each.
+
+A normal recording is judged by a band of the other five. Where an attack says "KL times f", the
+candidate's log-probabilities are moved away from the reference's by the root of f in these rows
+(to second order KL goes with the square of the error), which is an error that looks like rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kernjax.base.resources import demo_recording
+from kernjax.judge import Band, Outcome, calibrate, compare, judge
+from kernjax.recording import Recording, load_recording
+
+OTHERS = ("bf16", "chunk128", "block256", "p_f32", "row_sum_rounded")
+
+
+def load(name: str) -> Recording:
+    return load_recording(demo_recording(f"demo.{name}.zip"))
+
+
+@pytest.fixture(scope="module")
+def reference() -> Recording:
+    return load("f32")
+
+
+@pytest.fixture(scope="module")
+def candidate() -> Recording:
+    return load("chunk32")
+
+
+@pytest.fixture(scope="module")
+def band(reference) -> Band:
+    return calibrate(reference, [compare(reference, load(name)) for name in OTHERS])
+
+
+def moved(reference: Recording, candidate: Recording, factor: np.ndarray) -> Recording:
+    """The candidate with the KL of each row multiplied by about `factor` [R]."""
+    ours, theirs = (
+        np.concatenate([r.top_logprobs, r.tail_logprob[:, None]], axis=1).astype(np.float64)
+        for r in (reference, candidate)
+    )
+    cells = ours + np.sqrt(factor)[:, None] * (theirs - ours)
+    cells -= np.logaddexp.reduce(cells, axis=1)[:, None]
+    order = np.argsort(-cells[:, :-1], axis=1, kind="stable")
+    rows = np.arange(len(cells))
+    ranked = np.take_along_axis(cells[:, :-1], order, axis=1)
+    is_target = reference.top_ids == candidate.target_ids[:, None]
+    listed = np.where(is_target, cells[:, :-1], -np.inf).max(axis=1)
+    return dataclasses.replace(
+        candidate,
+        path="attack",
+        identity="attack",
+        top_logprobs=cells[:, :-1].astype(np.float32),
+        tail_logprob=cells[:, -1].astype(np.float32),
+        top1_ids=reference.top_ids[rows, order[:, 0]],
+        margins=(ranked[:, 0] - ranked[:, 1]).astype(np.float32),
+        target_logprobs=np.where(is_target.any(axis=1), listed, cells[:, -1] - 10.0).astype(
+            np.float32
+        ),
+    )
+
+
+class Rows:
+    """Masks over the rows of a recording."""
+
+    def __init__(self, r: Recording) -> None:
+        context = r.context_lens[r.segment]
+        self.prefill, self.decode, self.rescored = (r.phase == phase for phase in range(3))
+        self.segment, self.pos, self.step = r.segment, r.pos, r.pos - context
+        self.deep = context == context.max()
+        self.last = self.prefill & (r.pos == context - 1)
+        self.code = r.kinds[r.segment] == "code"
+        self.some = np.random.default_rng(0).random(len(r.pos))
+
+
+ATTACKS = {
+    "rescored KL times 1.5": lambda r: (r.rescored, 1.5),
+    "rescored, deep only, times 1.7": lambda r: (r.rescored & r.deep, 1.7),
+    "rescored, after a chunk's edge, times 9": lambda r: (r.rescored & (r.pos % 64 < 4), 9),
+    "one decode step in 128 times 9": lambda r: (r.decode & (r.step == 64), 9),
+    "the step that fills a block times 9": lambda r: (r.decode & (r.pos % 64 == 63), 9),
+    "the first decode steps times 4": lambda r: (r.decode & (r.step < 4), 4),
+    "the last decode steps times 4": lambda r: (r.decode & (r.step >= 120), 4),
+    "one segment times 3": lambda r: (r.decode & (r.segment == 7), 3),
+    "one slot of a batch of 16 times 2": lambda r: (r.decode & (r.segment % 16 == 3), 2),
+    "half the segments times 1.6, half times 0.3": lambda r: (
+        r.decode,
+        np.where(r.segment % 2 == 0, 1.6, 0.3),
+    ),
+    "half the segments times 1.5, half the reference": lambda r: (
+        r.decode,
+        np.where(r.segment % 2 == 0, 1.5, 0.0),
+    ),
+    "1 % of the positions times 100": lambda r: (r.decode & (r.some < 0.01), 100),
+    "the prompt's last position times 2": lambda r: (r.last, 2),
+    "prefill's edges times 2": lambda r: (r.prefill & ~r.last, 2),
+    "one kind of text times 1.15": lambda r: (r.decode & r.code, 1.15),
+    "one depth times 1.3": lambda r: (r.decode & r.deep, 1.3),
+}
+
+
+def test_the_recording_itself_passes(reference, candidate, band):
+    assert judge(compare(reference, candidate), band).outcome is Outcome.PASS
+    same = moved(reference, candidate, np.ones(len(candidate.pos)))
+    assert judge(compare(reference, same), band).outcome is Outcome.PASS
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_no_pass(reference, candidate, band, name):
+    rows, factor = ATTACKS[name](Rows(candidate))
+    attack = moved(reference, candidate, np.where(rows, factor, 1.0))
+    verdict = judge(compare(reference, attack), band)
+    assert verdict.outcome is not Outcome.PASS
+    severe = {"fail", "inconclusive"}
+    assert [f for f in verdict.findings if f.severity in severe]
+
+
+def test_a_small_bias_that_kl_hardly_shows(reference, candidate, band):
+    """0.005 nats taken from the likeliest word everywhere: the mass outside the list tells."""
+    logprobs = candidate.top_logprobs.astype(np.float64)
+    logprobs[:, 0] -= 0.005
+    tail = candidate.tail_logprob[:, None].astype(np.float64)
+    cells = np.concatenate([logprobs, tail], axis=1)
+    cells -= np.logaddexp.reduce(cells, axis=1)[:, None]
+    whole = moved(reference, candidate, np.ones(len(candidate.pos)))
+    biased = dataclasses.replace(
+        whole,
+        top_logprobs=cells[:, :-1].astype(np.float32),
+        tail_logprob=cells[:, -1].astype(np.float32),
+    )
+    verdict = judge(compare(reference, biased), band)
+    assert verdict.outcome is Outcome.FAIL
+    assert "tail_mass" in {g.name for g in verdict.gates if g.outcome is Outcome.FAIL}
