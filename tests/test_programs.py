@@ -62,3 +62,18 @@ def test_a_donated_argument_is_gone():
         program.prepare(pool, x)
     np.testing.assert_array_equal(program(x), np.full(1024, 2.0, np.float32))
     assert x.is_deleted()
+
+
+def test_what_compiles_ahead_is_counted(caplog, monkeypatch):
+    monkeypatch.setattr("kernjax.base.progress._QUIET_S", -1.0)
+    function, _ = counted()
+    program, y = Program(function), np.ones((4, 5), np.float32)
+    with caplog.at_level("INFO", "kernjax"), compilers() as pool:
+        for rows in (2, 3):
+            program.prepare(pool, np.ones((rows, 4), np.float32), y)
+        with pool.show():
+            for rows in (2, 3):
+                program(np.ones((rows, 4), np.float32), y)
+            pool.shutdown()
+    (message,) = caplog.messages
+    assert message.startswith("compiling: 2 programs in ")

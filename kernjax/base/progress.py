@@ -1,15 +1,20 @@
-"""Progress of long work: a bar on a terminal, one line a batch otherwise."""
+"""Progress of long work: a bar on a terminal, otherwise a line a batch, or one at the end."""
 
 from __future__ import annotations
 
 import logging
 import shutil
 import sys
+import threading
+import time
 from typing import Any
 
 from tqdm import tqdm
 
 log = logging.getLogger("kernjax")
+
+
+_QUIET_S = 2.0  # work that takes no longer says nothing
 
 
 def _columns() -> int:
@@ -60,3 +65,62 @@ class Meter:
         self._bar.update(progress.tokens - self._bar.n)
         if progress.batch == progress.batches:
             self._bar.close()
+
+
+class Work:
+    """One piece of work of a known size: weights to read (`unit` B), programs to compile.
+
+    A bar on a terminal, which goes away; otherwise one log line at the end. `advance` may be called
+    from any thread, the last of `total` ends it, `close` does so before. Nothing is shown of work
+    that takes two seconds or less, or where `shown` is False.
+    """
+
+    def __init__(self, title: str, unit: str, total: float, shown: bool = True) -> None:
+        self._title, self._unit, self._total = title, unit, total
+        self._shown, self._done, self._began = shown, 0.0, time.monotonic()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._bar: tqdm | None = None
+        if shown and sys.stderr.isatty():
+            self._bar = tqdm(
+                total=round(total),
+                desc=title,
+                unit=unit,
+                unit_scale=unit == "B",
+                ncols=_columns(),
+                delay=_QUIET_S,
+                leave=False,
+            )
+
+    def advance(self, amount: float = 1) -> None:
+        """So much more is done."""
+        with self._lock:
+            self._done += amount
+            if self._bar is not None and not self._closed:
+                self._bar.update(round(self._done) - self._bar.n)
+            if self._done >= self._total:
+                self._end()
+
+    def close(self) -> None:
+        """The work is over, or given up."""
+        with self._lock:
+            self._end()
+
+    def __enter__(self) -> Work:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _end(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        seconds = time.monotonic() - self._began
+        if self._bar is not None:
+            self._bar.close()
+        elif self._shown and seconds > _QUIET_S and self._done:
+            amount = f"{self._done:,.0f} {self._unit}{'s' if self._done != 1 else ''}"
+            if self._unit == "B":
+                amount = f"{self._done / 2**30:,.2f} GiB"
+            log.info("%s: %s in %.0f s", self._title, amount, seconds)

@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from kernjax.base.progress import Work
+
 # On a CPU LLVM's second level costs a third more compilation; the programs' time and bits stay.
 _CPU_OPTIONS = {"xla_backend_optimization_level": 1}
 _THREADS = 2
@@ -33,6 +35,7 @@ class Program:
             compiler_options=_CPU_OPTIONS if jax.default_backend() == "cpu" else None,
         )
         self._ahead: dict[Any, Future] = {}
+        self._called: set[Any] = set()
 
     def prepare(self, pool: ThreadPoolExecutor, *args: Any) -> None:
         """Starts to compile for arguments of these shapes (arrays or ShapeDtypeStructs)."""
@@ -41,13 +44,45 @@ class Program:
             self._ahead[key] = pool.submit(lambda: self._jit.lower(*args).compile())
 
     def __call__(self, *args: Any) -> Any:
-        ahead = self._ahead.get(_shapes(args))
-        return self._jit(*args) if ahead is None else ahead.result()(*args)
+        key = _shapes(args)
+        if (ahead := self._ahead.get(key)) is not None:
+            return ahead.result()(*args)
+        # The first call compiles before it returns.
+        with Work("compiling", "program", 1, shown=_is_first() and key not in self._called) as work:
+            result = self._jit(*args)
+            work.advance()
+        self._called.add(key)
+        return result
 
 
-def compilers() -> ThreadPoolExecutor:
+class Compilers(ThreadPoolExecutor):
     """The threads that compile ahead; shut them down with `cancel_futures=True`."""
-    return ThreadPoolExecutor(_THREADS, thread_name_prefix="compile")
+
+    def __init__(self) -> None:
+        super().__init__(_THREADS, thread_name_prefix="compile")
+        self._started: list[Future] = []
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future:
+        """As any executor's, and counted."""
+        self._started.append(future := super().submit(*args, **kwargs))
+        return future
+
+    def show(self) -> Work:
+        """Shows how many of the programs submitted so far are compiled; close it in the end."""
+        work = Work("compiling", "program", len(self._started), shown=_is_first())
+        for future in self._started:
+            future.add_done_callback(lambda done: None if done.cancelled() else work.advance())
+        return work
+
+
+def compilers() -> Compilers:
+    """Threads for `Program.prepare`."""
+    return Compilers()
+
+
+def _is_first() -> bool:
+    """Of many processes one speaks."""
+    return jax.process_index() == 0
 
 
 def _shapes(args: tuple[Any, ...]) -> Any:
