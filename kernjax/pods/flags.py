@@ -149,7 +149,9 @@ class PodFlags:
 
     def _end(self, pod: Joined, message: str) -> None:
         """Ends this process for another one's failure, in the middle of whatever it does."""
-        time.sleep(_GRACE_S)  # where the same thing failed here, it is said in its own words
+        time.sleep(_GRACE_S)
+        if pod.announced:
+            return  # what failed here is said in its own words
 
         def fail() -> int:
             raise UserError(message)

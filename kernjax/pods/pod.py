@@ -80,7 +80,7 @@ class Joined(Pod):
         self._client, self.index, self.count = client, index, count
         self._turns: collections.Counter[str] = collections.Counter()
         self.failure: str | None = None  # what another process announced
-        self._announced = False
+        self.announced = False  # whether this one failed, and says so itself
 
     def barrier(self, name: str) -> None:
         self._client.wait_at_barrier(self._key(name), _WEEK_MS)
@@ -112,7 +112,7 @@ class Joined(Pod):
 
         Returns when they have heard, or after some seconds: the coordinator must outlive that.
         """
-        self._announced = True
+        self.announced = True
         try:
             self._put(_FAILURE, json.dumps({"index": self.index, "message": message}))
         except Exception:
@@ -131,7 +131,7 @@ class Joined(Pod):
 
         def wait() -> None:
             announced = json.loads(self._wait(_FAILURE))
-            if self._announced:
+            if self.announced:
                 return
             self.failure = (
                 f"process {announced['index']} of {self.count} failed, and with it the run:"

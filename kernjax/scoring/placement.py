@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernjax.model import Cache, Execution, ModelConfig, init_cache
 from kernjax.weights.sharding import RULES, cache_shardings
+
+_BATCH = RULES["batch"]
 
 
 class Placement:
@@ -30,9 +33,31 @@ class Placement:
             self.cache = self._cache_shardings(self.filled(1))
             self.rows = NamedSharding(mesh, PartitionSpec())
 
+    def by_sequences(self, function: Callable[..., Any], takes: str, gives: str) -> Any:
+        """`function`, each part of the `data` axis by itself: nothing is exchanged over it.
+
+        A letter says what an argument or result is: `w` whole on every part (weights), `c` the
+        cache, `b` with the batch as its first axis. Left to the compiler, attention, which goes
+        over sequences one by one, would bring all of them to every device.
+        """
+        # The mixture of experts divides the whole mesh by itself.
+        if self._mesh is None or self._mesh.shape[_BATCH] == 1 or self._config.moe is not None:
+            return function
+        cache = jax.tree.map(lambda sharding: _only_batch(sharding.spec), self.cache)
+        specs = {"w": PartitionSpec(), "b": PartitionSpec(_BATCH), "c": cache}
+        results = tuple(specs[letter] for letter in gives)
+        return jax.shard_map(
+            function,
+            mesh=self._mesh,
+            in_specs=tuple(specs[letter] for letter in takes),
+            out_specs=results if len(results) > 1 else results[0],
+            axis_names={_BATCH},
+            check_vma=False,
+        )
+
     def filled(self, batch: int) -> int:
         """The least number of sequences, at least `batch`, that the mesh can split."""
-        shards = 1 if self._mesh is None else self._mesh.shape.get(RULES["batch"], 1)
+        shards = 1 if self._mesh is None else self._mesh.shape[_BATCH]
         return -(-batch // shards) * shards
 
     def put(self, array: np.ndarray | None) -> Any:
@@ -44,7 +69,7 @@ class Placement:
             return None
         if self._mesh is None:
             return jnp.asarray(array)
-        sharding = NamedSharding(self._mesh, PartitionSpec(RULES["batch"]))
+        sharding = NamedSharding(self._mesh, PartitionSpec(_BATCH))
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
@@ -59,3 +84,7 @@ class Placement:
     def _cache_shardings(self, batch: int) -> Any:
         shapes = jax.eval_shape(lambda: init_cache(self._config, self._stored, batch, 1))
         return cache_shardings(self._config, shapes, self._mesh)
+
+
+def _only_batch(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*(axis if axis == _BATCH else None for axis in spec))
