@@ -14,6 +14,8 @@ reference's ids, and its KL is set against what equally right implementations di
 Lenses: in place (the candidate as it is, against the ground truth) decides. Isolated: float32 but
 for what the candidate changes; it shows what the change does by itself and may withhold a PASS.
 --twin adds the production policy with only the changed sites undone, as reference: for diagnosis.
+--force_routes (mixtures of experts, a reference recorded with --routes=all) adds the candidate on
+the reference's experts: what is left of a difference then is of values, not of choices.
 --incumbent sets the candidate beside what runs now. --repeat runs the candidate twice, --again
 names a second recording of it: the two must be bitwise equal.
 
@@ -42,7 +44,7 @@ _KERNEL = FLAGS.multi_string("kernel", "OP=module:function; may be repeated.")
 _CANDIDATE = FLAGS.string("candidate", None, "A finished recording instead of a run.")
 FLAGS.heading("What it is judged against")
 _MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "demo, local, article, or a manifest.")
+_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
 _REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
 _BAND = FLAGS.string("band", None, "The normal difference; default: the demo's.")
 _INCUMBENT = FLAGS.string("incumbent", None, "Recording of what runs now.")
@@ -54,6 +56,11 @@ _ISOLATED_LIMIT = FLAGS.integer(
     "isolated_limit", 4, "Segments per kind and depth of the isolated run.", lower_bound=2
 )
 _TWIN = FLAGS.boolean("twin", False, "Also compare with production less the change.")
+_FORCE_ROUTES = FLAGS.boolean(
+    "force_routes",
+    False,
+    "Also run the candidate on the experts that the reference chose.",
+)
 _REPEAT = FLAGS.boolean("repeat", False, "Run the candidate twice; it must be bitwise equal.")
 _AGAIN = FLAGS.string("again", None, "A second recording of --candidate.")
 _GREEDY = FLAGS.integer(
@@ -73,6 +80,7 @@ def main(args: list[str]) -> int:
     del args
     began = time.monotonic()
     from kernjax.judge import Band, compare, judge
+    from kernjax.judge.routes import route_changes
     from kernjax.recording import load_recording
     from kernjax.reporting import (
         check_writable,
@@ -116,19 +124,31 @@ def main(args: list[str]) -> int:
             flags=_asked(),
         )
         twin = _twin_table(compare(*runs.twin)) if runs.twin else None
+        changes = route_changes(reference, runs.candidate)
+        if changes:
+            runs.notes.append(_routes_note(changes))
+        forced = runs.same_experts and _twin_table(compare(reference, runs.same_experts))
     wall_s = time.monotonic() - began
     more: dict[str, Any] = {"command": _as_typed(), "runs": runs.costs, "notes": runs.notes}
     if twin is not None:
         more["twin"] = twin
+    if changes:
+        more["routes"] = changes.to_dict()
+    if forced:
+        more["force_routes"] = forced
     if _OUTPUT_DIR.value:
         drawn = figures(comparison, band, reference, runs.candidate, _text_of(reference))
         write_files(verdict, _OUTPUT_DIR.value, wall_s, more, drawn)
     print(render_text(verdict))
     for note in runs.notes:
         print(note)
-    if twin is not None:
-        print("Against the twin (production less the change): KL by kind and depth")
-        for row in twin:
+    for title, rows in (
+        ("Against the twin (production less the change)", twin),
+        ("On the reference's experts (decides nothing)", forced),
+    ):
+        if rows:
+            print(f"{title}: KL by kind and depth")
+        for row in rows or []:
             print(
                 f"  {row['kind']:8} {row['context_len']:>7}  median {row['kl_median']:.2e}"
                 f"  mean {row['kl_mean']:.2e}"
@@ -185,9 +205,10 @@ def _check_flags() -> None:
             "Expected --policy, --kernel or --candidate.",
             "For example: python -m kernjax.check --policy=fp8_scaled",
         )
-    if _CANDIDATE.value and (_TWIN.value or _REPEAT.value or _GREEDY.value):
+    if _CANDIDATE.value and (_TWIN.value or _REPEAT.value or _GREEDY.value or _FORCE_ROUTES.value):
         raise UserError(
-            "--twin, --repeat and --greedy run the candidate; --candidate is a finished one."
+            "--twin, --repeat, --greedy and --force_routes run the candidate; --candidate is a"
+            " finished one."
         )
     for flag, other in (("again", _AGAIN.value), ("incumbent", _INCUMBENT.value)):
         if other and _CANDIDATE.value and Path(other).resolve() == Path(_CANDIDATE.value).resolve():
@@ -222,7 +243,12 @@ def _run_candidate(reference_path: str, folder: Path) -> Any:
         mirror=_MIRROR.value,
     )
     lenses = Lenses(
-        _LIMIT.value, _ISOLATED.value, _ISOLATED_LIMIT.value, _TWIN.value, _REPEAT.value
+        _LIMIT.value,
+        _ISOLATED.value,
+        _ISOLATED_LIMIT.value,
+        _TWIN.value,
+        _REPEAT.value,
+        _FORCE_ROUTES.value,
     )
     meters: list[Meter] = []
 
@@ -269,6 +295,15 @@ def _greedy_notes(session: Any, policy: Any, production: Any, kernels: Any) -> l
             text += f", the first at token {step + 1}, at a margin of {margin:.2g}"
         notes.append(text + ".")
     return notes
+
+
+def _routes_note(changes: Any) -> str:
+    """What the candidate's mixtures of experts chose otherwise."""
+    text = f"Experts (decides nothing): {changes.choices:.2%} of the choices differ from the"
+    text += f" reference's, in {changes.rows:.1%} of the rows"
+    if changes.rows:
+        text += f"; the clearest of them it had made by {changes.largest_gap:.2g}"
+    return text + "."
 
 
 def _twin_table(comparison: Any) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ Without --reference the 20 ids are the run's own (a reference); with it they are
 --kernel OP=module:function puts your function in place of an op; the recording names it and the
 hash of its file. OP is one of attention.prefill, attention.decode, delta_rule.chunked,
 delta_rule.recurrent.
+--routes keeps the experts that mixtures of experts chose, and how nearly others; --routes=all, of
+every token (0.3 to 3 KB each), so that --force_routes can send another run's tokens to the same.
 --engine=transformers records the vendor's own modelling code instead (policies f32 and bf16).
 
 A run that was stopped, or killed, goes on with the same command. The same command twice gives the
@@ -39,7 +41,7 @@ from kernjax.pods import Pod, PodFlags
 
 FLAGS = command.Flags("record", __doc__)
 _MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "demo, local, article, or a manifest.")
+_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
 _POLICY = FLAGS.string("policy", "f32", "Precision policy; see above.")
 _KERNEL = FLAGS.multi_string("kernel", "OP=module:function; may be repeated.")
 _OUT = FLAGS.string(
@@ -59,6 +61,12 @@ _RESCORE = FLAGS.boolean("rescore", False, "Also score the decoded tokens by one
 _HIDDEN = FLAGS.boolean("hidden", False, "Also keep a sketch of the residual stream per layer.")
 _FULL = FLAGS.boolean(
     "full_vocabulary", False, "Also keep every token's logprob, 4 bytes each: small corpora only."
+)
+_ROUTES = FLAGS.enum(
+    "routes", None, ["rows", "all"], "Also keep the experts of every row; all: of every token."
+)
+_FORCE_ROUTES = FLAGS.string(
+    "force_routes", None, "Recording made with --routes=all whose experts every token is sent to."
 )
 _OVERWRITE = FLAGS.boolean("overwrite", False, "Replace a recording that is there already.")
 _MIRROR = FLAGS.string("mirror", None, "Directory with a text corpus's sources.")
@@ -102,6 +110,7 @@ def _record(pod: Pod) -> int:
         corpus,
         _OUT.value,
         reference=reference,
+        experts_of=load_recording(_FORCE_ROUTES.value) if _FORCE_ROUTES.value else None,
         batch_size=_BATCH_SIZE.value,
         rescore=_RESCORE.value,
         overwrite=_OVERWRITE.value,
@@ -133,11 +142,13 @@ def _check(model: Path, policy: Any) -> None:
     from kernjax.model import ModelConfig
     from kernjax.plugins import load_kernels
     from kernjax.scoring.producer import check_fits
+    from kernjax.scoring.routes import check_routes
     from kernjax.weights import check_mesh, check_readable
 
     config = ModelConfig.from_directory(model)
     check_readable(model, config)
     check_fits(config, policy, load_kernels(_KERNEL.value))
+    check_routes(config, _ROUTES.value)
     if _MESH.value:
         check_mesh(config, _MESH.value)
 
@@ -157,12 +168,15 @@ def _producer(model: Path, policy: Any, pod: Pod) -> Any:
             mesh=parse_mesh(_MESH.value) if _MESH.value else None,
             hidden=_HIDDEN.value,
             full=_FULL.value,
-            progress=_MODEL.value != "demo" and pod.is_first,
+            routes=_ROUTES.value,
+            progress=True,
             pod=pod,
         )
-    if _KERNEL.value or _MESH.value or _HIDDEN.value or _FULL.value:
+    ours = (_KERNEL, _MESH, _HIDDEN, _FULL, _ROUTES, _FORCE_ROUTES)
+    if any(flag.value for flag in ours):
         raise UserError(
-            "--kernel, --mesh, --hidden and --full_vocabulary go with --engine=jax.",
+            "--kernel, --mesh, --hidden, --full_vocabulary, --routes and --force_routes go with"
+            " --engine=jax.",
             todo="Drop them: the vendor's code runs as it is.",
         )
     from kernjax.engines.transformers import TransformersProducer

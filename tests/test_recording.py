@@ -245,3 +245,34 @@ def test_importing_needs_no_jax():
         "assert not [m for m in sys.modules if m.startswith(('jax.', 'flax', 'kernjax.model'))]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_extras_per_token_are_as_long_as_what_was_read(tmp_path):
+    segments = make_segments(3)
+    spec = {"dtype": "uint16", "shape": [2, 3], "per": "token"}
+    writer = RecordingWriter.create(
+        tmp_path / "r", make_manifest(extras={"experts": spec}), segments
+    )
+    rng, written = np.random.default_rng(0), []
+    for index, segment in enumerate(segments):
+        tokens = segment["context_len"] + segment["score_len"]
+        written.append(rng.integers(0, 60_000, (tokens, 2, 3)).astype(np.uint16))
+        with pytest.raises(UserError, match=f"experts is uint16.*{tokens}, 2, 3"):
+            writer.write(index, make_rows(segment), {"experts": written[-1][1:]})
+        writer.write(index, make_rows(segment), {"experts": written[-1]})
+    writer.finish()
+    recording = load_recording(tmp_path / "r")
+    assert recording.extras == {} and len(recording.token_extras["experts"]) == 3
+    for part, whole in zip(recording.token_extras["experts"], written, strict=True):
+        np.testing.assert_array_equal(part, whole)
+    (chosen,) = recording.select([segments[1]["id"]]).token_extras["experts"]
+    np.testing.assert_array_equal(chosen, written[1])
+
+
+def test_extras_per_token_are_whole_numbers(tmp_path):
+    for change in ({"dtype": "float32"}, {"per": "layer"}):
+        spec = {"dtype": "uint8", "shape": [2], "per": "token"} | change
+        with pytest.raises(UserError, match="Expected 'row', or 'token' for whole numbers"):
+            RecordingWriter.create(
+                tmp_path / "r", make_manifest(extras={"experts": spec}), make_segments(1)
+            )

@@ -44,8 +44,8 @@ def read_segments(
 ) -> tuple[list[dict[str, np.ndarray]], dict[int, str]]:
     """Each segment's packed arrays without padding, and the reasons of those that are not whole."""
     futures = [
-        {name: arrays[name][index, :rows].read() for name in layout.names}
-        for index, rows in enumerate(layout.rows)
+        {name: arrays[name][index, : layout.lengths(name)[index]].read() for name in layout.names}
+        for index in range(len(layout.rows))
     ]
     segments: list[dict[str, np.ndarray]] = []
     bad: dict[int, str] = {}

@@ -3,7 +3,9 @@
 `ids` (int32) and `values` (float32) hold the columns of NUMERICS section 1 side by side, so that a
 segment is two objects, not ten, on disk and in a bucket; the column names are in the arrays'
 attributes. Segments are ragged: rows past a segment's own count hold the fill value, which
-compresses to nothing. Each extra is a further array [segment, row, ...] of its own dtype.
+compresses to nothing. Each extra is a further array [segment, row, ...] of its own dtype; one that
+is declared `"per": "token"` is [segment, token, ...], over all context_len + score_len tokens that
+the model read.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ VALUES = {
     "top_logprobs": ("float32", True),
 }
 COLUMNS = IDS | VALUES
-EXTRA_DTYPES = ("uint8", "int32", "int64", "float16", "float32", "float64")
+EXTRA_DTYPES = ("uint8", "uint16", "int32", "int64", "float16", "float32", "float64")
 _PACKED = {"ids": ("int32", IDS), "values": ("float32", VALUES)}
 
 
@@ -43,12 +45,14 @@ class Layout:
 
     rows: tuple[int, ...]  # rows of each segment
     top_k: int
-    extras: dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape of one row
+    extras: dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape of one row or token
+    tokens: tuple[int, ...] = ()  # that each segment reads
+    per_token: frozenset[str] = frozenset()  # names of extras
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> Layout:
         """The layout of a stored manifest; UserError where an extra is declared wrongly."""
-        extras = {}
+        extras, per_token = {}, set()
         for name, spec in sorted(manifest["extras"].items()):
             dtype, shape = spec.get("dtype"), spec.get("shape", [])
             taken = name in COLUMNS or name in _PACKED or name in ("segments", "segment")
@@ -59,9 +63,26 @@ class Layout:
                     f"Extra array {name} is declared with dtype={dtype!r}, shape={shape!r}.",
                     f"dtype is one of {', '.join(EXTRA_DTYPES)}; shape is that of one row.",
                 )
+            per = spec.get("per", "row")
+            if per not in ("row", "token") or (per == "token" and dtype.startswith("float")):
+                raise UserError(
+                    f"Extra array {name} is declared with {per=}, {dtype=}.",
+                    "Expected 'row', or 'token' for whole numbers.",
+                )
             extras[name] = (dtype, tuple(shape))
-        rows = tuple(segment["rows"] for segment in manifest["segments"])
-        return cls(rows, manifest["top_k"], extras)
+            per_token |= {name} if spec.get("per") == "token" else set()
+        segments = manifest["segments"]
+        return cls(
+            rows=tuple(segment["rows"] for segment in segments),
+            top_k=manifest["top_k"],
+            extras=extras,
+            tokens=tuple(segment["context_len"] + segment["score_len"] for segment in segments),
+            per_token=frozenset(per_token),
+        )
+
+    def lengths(self, name: str) -> tuple[int, ...]:
+        """How long each segment's part of array `name` is."""
+        return self.tokens if name in self.per_token else self.rows
 
     @property
     def names(self) -> list[str]:
@@ -71,6 +92,8 @@ class Layout:
     def metadata(self, name: str) -> dict[str, Any]:
         """The zarr3 metadata of one array."""
         attributes: dict[str, Any] = {"rows": "the first manifest.segments[i].rows of segment i"}
+        if name in self.per_token:
+            attributes = {"tokens": "the first context_len + score_len of manifest.segments[i]"}
         if name in _PACKED:
             dtype, columns = _PACKED[name]
             shape: tuple[int, ...] = (sum(self._widths(columns)),)
@@ -81,8 +104,8 @@ class Layout:
             ]
         else:
             dtype, shape = self.extras[name]
-        fill = "NaN" if dtype.startswith("float") else 0 if dtype == "uint8" else -1
-        chunk = [1, max(self.rows), *shape]
+        fill = "NaN" if dtype.startswith("float") else 0 if dtype.startswith("uint") else -1
+        chunk = [1, max(self.lengths(name)), *shape]
         blosc = {
             "cname": "zstd",
             "clevel": 5,
@@ -119,7 +142,10 @@ class Layout:
     def unpack(
         self, packed: Mapping[str, np.ndarray]
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """The inverse of `pack`: (rows by column, extras), contiguous and in their dtypes."""
+        """The inverse of `pack`: (rows by column, extras), contiguous and in their dtypes.
+
+        Without extras per token, which no row belongs to.
+        """
         rows = {}
         for name, (_, columns) in _PACKED.items():
             start = 0
@@ -129,12 +155,12 @@ class Layout:
                 part = packed[name][:, start : start + width]
                 rows[column] = np.ascontiguousarray(part if wide else part[:, 0], dtype=dtype)
                 start += width
-        return rows, {name: packed[name] for name in self.extras}
+        return rows, {name: packed[name] for name in self.extras if name not in self.per_token}
 
     def pad(self, array: np.ndarray, name: str) -> np.ndarray:
-        """[n, ...] -> one chunk [max rows, ...], the rest at the array's fill value."""
+        """[n, ...] -> one chunk, as long as the longest, the rest at the array's fill value."""
         fill = float(self.metadata(name)["fill_value"])
-        chunk = np.full((max(self.rows), *array.shape[1:]), fill, array.dtype)
+        chunk = np.full((max(self.lengths(name)), *array.shape[1:]), fill, array.dtype)
         chunk[: len(array)] = array
         return chunk
 

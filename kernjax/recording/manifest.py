@@ -55,8 +55,9 @@ def build_manifest(
     `{name, text, fields}`; kernels: `{op: {name, sha256}}`. `reference` is the identity of the
     recording at whose ids the rows were scored, None where the rows are the producer's own top-K.
     `extras` declares further arrays: `{name: {"dtype": "float32", "shape": [layers]}}`, the shape
-    being that of one row. `more`: further keys; they count as identity. Times and host names do
-    not belong here: the same inputs must give the same bytes.
+    being that of one row; with `"per": "token"`, of one token read. `more`: further keys; they
+    count as identity. Times and host names do not belong here: the same inputs must give the same
+    bytes.
     """
     return plain(
         {

@@ -54,6 +54,8 @@ class Recording:
     top1_ids: np.ndarray  # int32 [R], the producer's own
     margins: np.ndarray  # float32 [R], the producer's own largest minus second largest logit
     extras: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # [R, ...]
+    # Name -> an array of every segment, [context_len + score_len, ...].
+    token_extras: dict[str, tuple[np.ndarray, ...]] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.pos)
@@ -105,6 +107,9 @@ class Recording:
             self,
             manifest={**self.manifest, "segments": [self.segments[i] for i in chosen]},
             extras={name: _freeze(array[rows]) for name, array in self.extras.items()},
+            token_extras={
+                name: tuple(parts[i] for i in chosen) for name, parts in self.token_extras.items()
+            },
             **arrays,
         )
 
@@ -151,8 +156,9 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
             f" segments:{reasons}\n",
             todo="Copy it again from where it came, or record again with --overwrite.",
         )
+    by_row = [name for name in layout.names if name not in layout.per_token]
     rows, extras = layout.unpack(
-        {name: np.concatenate([segment[name] for segment in segments]) for name in layout.names}
+        {name: np.concatenate([segment[name] for segment in segments]) for name in by_row}
     )
     recording = Recording(
         path=root.name,
@@ -160,6 +166,10 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
         manifest=manifest,
         segment=_freeze(np.repeat(np.arange(len(layout.rows), dtype=np.int32), layout.rows)),
         extras={name: _freeze(array) for name, array in extras.items()},
+        token_extras={
+            name: tuple(_freeze(segment[name]) for segment in segments)
+            for name in sorted(layout.per_token)
+        },
         **{name: _freeze(array) for name, array in rows.items()},
     )
     if manifest["reference"] is None:

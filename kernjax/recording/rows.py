@@ -34,7 +34,10 @@ def check_rows(
         here,
         "extra",
         extras or {},
-        {name: (dtype, (n, *shape)) for name, (dtype, shape) in layout.extras.items()},
+        {
+            name: (dtype, (layout.lengths(name)[index], *shape))
+            for name, (dtype, shape) in layout.extras.items()
+        },
     )
     _check_order(here, segment, base)
     _check_ids(here, manifest["model"].get("vocab_size"), base)

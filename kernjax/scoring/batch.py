@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from kernjax.model import Cache, Decoder, Execution, forward, init_cache, logits
 from kernjax.scoring.placement import Placement
 from kernjax.scoring.positions import DECODE, PREFILL, RESCORE
 from kernjax.scoring.programs import Program
+from kernjax.scoring.routes import TOKEN_ROUTE_IDS, route_rows
 from kernjax.scoring.rows import TOP_K, score_rows
 from kernjax.scoring.sketch import sketch
 
@@ -36,22 +37,25 @@ class RowPlan:
 
     `prefill` int32 [P]: prompt positions. `rescore`: whether the decoded tokens are scored again
     by one prefill call. `top_ids` int32 [rows, 20] in row order (prefill, decode, rescore), or
-    None where the segment's own top 20 are taken (a reference).
+    None where the segment's own top 20 are taken (a reference). `experts` [context_len + score_len,
+    mixtures of experts, k]: those that every token is sent to, or None where routers choose.
     """
 
     prefill: np.ndarray
     rescore: bool = False
     top_ids: np.ndarray | None = None
+    experts: np.ndarray | None = None
 
 
 class Scorer:
     """A model, an execution and the compiled functions that score batches with them.
 
     `hidden=True` adds per-layer sketches of the residual stream to every row, `full=True` the
-    log-probabilities of the whole vocabulary. With `variants`,
-    other executions with the same `top`, each call of `score` chooses which one a layer runs, by
-    the same compiled programs. With a `mesh` (that of the decoder's weights) batches and caches are
-    sharded over it, on however many hosts it lies: all of them call the same, and get all rows.
+    log-probabilities of the whole vocabulary, `routes` ("rows" or "all") the experts that every row
+    went to, or those of every token too. With `variants`, other executions with the same `top`,
+    each call of `score` chooses which one a layer runs, by the same compiled programs. With a
+    `mesh` (that of the decoder's weights) batches and caches are sharded over it, on however many
+    hosts it lies: all of them call the same, and get all rows.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Scorer:
         *,
         hidden: bool = False,
         full: bool = False,
+        routes: str | None = None,
         variants: Sequence[Execution] = (),
         mesh: Mesh | None = None,
     ) -> None:
@@ -73,12 +78,17 @@ class Scorer:
         self._placement = Placement(decoder.config, self._stored, mesh)
         self._which = np.zeros(len(execution.layers), np.int32) if variants else None
         graph, self._params = nnx.split(decoder)
-        chosen = (graph, execution, tuple(variants), hidden, full)
-        cache, rows = self._placement.cache, self._placement.rows
-        self._prefill = Program(
-            functools.partial(_prefill_window, *chosen), donate=(3,), out_shardings=(cache, rows)
+        keep = _Keep(hidden, full, routes)
+        chosen = (graph, execution, tuple(variants), keep)
+        place, rows = self._placement, self._placement.rows
+        prefill = place.by_sequences(
+            functools.partial(_prefill_window, *chosen), takes="wwbcbbbb", gives="cb"
         )
-        self._decode = Program(functools.partial(_decode_scan, *chosen), out_shardings=rows)
+        decode = place.by_sequences(
+            functools.partial(_decode_scan, *chosen), takes="wwbcbb", gives="b"
+        )
+        self._prefill = Program(prefill, donate=(3,), out_shardings=(place.cache, rows))
+        self._decode = Program(decode, out_shardings=rows)
 
     def choose(self, which: np.ndarray) -> None:
         """From now on layer i runs variant `which[i]` (0: the execution, k: `variants[k - 1]`)."""
@@ -134,11 +144,15 @@ class Scorer:
         def ids(*rows: int) -> Any:
             return None if plans[0].top_ids is None else shape((batch, *rows, TOP_K))
 
+        def experts(time: int) -> Any:
+            forced = plans[0].experts
+            return None if forced is None else shape((batch, time, *forced.shape[1:]))
+
         def window(start: int, stop: int, width: int) -> None:
             rows = shape((batch, width))
             self._prefill.prepare(
                 pool, self._params, self._which, shape((batch, stop - start)), cache, rows, rows,
-                ids(width),
+                ids(width), experts(stop - start),
             )  # fmt: skip
 
         starts = range(0, context_len, self.window)
@@ -149,7 +163,10 @@ class Scorer:
             if start == 0:
                 # Needed last, but shared by all depths; a deep context has time for its own later.
                 steps = shape((batch, score_len + 1))
-                self._decode.prepare(pool, self._params, self._which, steps, cache, ids(score_len))
+                self._decode.prepare(
+                    pool, self._params, self._which, steps, cache, ids(score_len),
+                    experts(score_len),
+                )  # fmt: skip
         if any(plan.rescore for plan in plans):
             window(context_len, context_len + score_len, score_len)
 
@@ -204,6 +221,7 @@ class Scorer:
             self._placement.put(padded),
             self._placement.put(targets),
             self._placement.put(ids),
+            self._placement.put(_experts(plans, start, stop)),
         )
         positions = [c + start for c in columns]
         return cache, _Part(phase, positions, jax.device_get(scored))
@@ -224,6 +242,7 @@ class Scorer:
             self._placement.put(tokens[:, context_len:]),
             cache,
             self._placement.put(ids),
+            self._placement.put(_experts(plans, context_len, context_len + score_len)),
         )
         position = np.arange(context_len, context_len + score_len, dtype=np.int32)
         return _Part(DECODE, [position] * len(plans), jax.device_get(scored))
@@ -238,47 +257,70 @@ class _Part:
     scored: Mapping[str, np.ndarray]
 
 
-def _prefill_window(
-    graph, execution, variants, hidden, full, params, which, tokens, cache, columns, targets, ids
-):
+class _Keep(NamedTuple):
+    """What of a row is kept beside its scores."""
+
+    hidden: bool
+    full: bool
+    routes: str | None
+
+
+def _forward(graph, execution, variants, keep, params, which, tokens, cache, experts, decode):
+    """`forward` with what is kept captured at every column; experts [B, T, layers, k] or None."""
+    columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     decoder = nnx.merge(graph, params)
-    capture = jnp.arange(tokens.shape[1]) if hidden else None
     states, cache, captured = forward(
-        decoder, tokens, cache, execution, capture=capture, variants=variants, which=which
+        decoder,
+        tokens,
+        cache,
+        execution,
+        decode=decode,
+        capture=columns if keep.hidden else None,
+        routes=columns if keep.routes else None,
+        forced=None if experts is None else jnp.moveaxis(experts, 2, 0),
+        variants=variants,
+        which=which,
+    )
+    return decoder, states, cache, captured
+
+
+def _prefill_window(
+    graph, execution, variants, keep, params, which, tokens, cache, columns, targets, ids, experts
+):
+    decoder, states, cache, captured = _forward(
+        graph, execution, variants, keep, params, which, tokens, cache, experts, False
     )
     chosen = jnp.take_along_axis(states, columns[:, :, None], axis=1)
-    scored = score_rows(logits(decoder, chosen, execution), targets, ids, full=full)
-    if hidden:
+    scored = score_rows(logits(decoder, chosen, execution), targets, ids, full=keep.full)
+    if keep.hidden:
         at_columns = jnp.take_along_axis(captured.hidden, columns[None, :, :, None], axis=2)
         scored["hidden_sketch"] = sketch(at_columns)
+    if keep.routes:
+        scored |= route_rows(captured.routes, columns, decoder.config, keep.routes)
     return cache, scored
 
 
-def _decode_scan(graph, execution, variants, hidden, full, params, which, tokens, cache, ids):
+def _decode_scan(graph, execution, variants, keep, params, which, tokens, cache, ids, experts):
     """tokens [B, steps + 1] -> rows [B, steps, ...]; the scan is over steps."""
-    decoder = nnx.merge(graph, params)
-    capture = jnp.zeros((1,), jnp.int32) if hidden else None
 
     def step(cache, inputs):
-        token, target, at = inputs
-        states, cache, captured = forward(
-            decoder,
-            token[:, None],
-            cache,
-            execution,
-            decode=True,
-            capture=capture,
-            variants=variants,
-            which=which,
+        token, target, at, experts = inputs
+        experts = None if experts is None else experts[:, None]
+        decoder, states, cache, captured = _forward(
+            graph, execution, variants, keep, params, which, token[:, None], cache, experts, True
         )
-        scored = score_rows(logits(decoder, states[:, 0], execution), target, at, full=full)
-        if hidden:
+        scored = score_rows(logits(decoder, states[:, 0], execution), target, at, full=keep.full)
+        if keep.hidden:
             scored["hidden_sketch"] = sketch(captured.hidden[:, :, 0])
+        if keep.routes:
+            column = jnp.zeros((len(token), 1), jnp.int32)
+            routes = route_rows(captured.routes, column, decoder.config, keep.routes)
+            scored |= {name: values[:, 0] for name, values in routes.items()}
         return cache, scored
 
     by_step = jnp.swapaxes(tokens, 0, 1)
-    ids = None if ids is None else jnp.swapaxes(ids, 0, 1)
-    _, scored = jax.lax.scan(step, cache, (by_step[:-1], by_step[1:], ids))
+    ids, experts = (None if x is None else jnp.swapaxes(x, 0, 1) for x in (ids, experts))
+    _, scored = jax.lax.scan(step, cache, (by_step[:-1], by_step[1:], ids, experts))
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), scored)
 
 
@@ -306,6 +348,13 @@ def _ids(chosen: list[tuple[np.ndarray | None, np.ndarray]], width: int) -> np.n
     return ids
 
 
+def _experts(plans: list[RowPlan], start: int, stop: int) -> np.ndarray | None:
+    """int32 [B, stop - start, layers, k]: where tokens are sent; None: where routers choose."""
+    if plans[0].experts is None:
+        return None
+    return np.stack([plan.experts[start:stop] for plan in plans]).astype(np.int32)
+
+
 def _collect(parts: list[_Part], row: int) -> dict[str, np.ndarray]:
     """One segment's rows, by phase and then position, without the padding."""
     pieces: dict[str, list[np.ndarray]] = {}
@@ -314,5 +363,8 @@ def _collect(parts: list[_Part], row: int) -> dict[str, np.ndarray]:
         pieces.setdefault("pos", []).append(part.positions[row].astype(np.int32))
         pieces.setdefault("phase", []).append(np.full(count, part.phase, np.uint8))
         for name, values in part.scored.items():
-            pieces.setdefault(name, []).append(values[row, :count])
+            if name != TOKEN_ROUTE_IDS:
+                pieces.setdefault(name, []).append(values[row, :count])
+            elif part.phase != RESCORE:  # tokens that were read before
+                pieces.setdefault(name, []).append(values[row])
     return {name: np.concatenate(values) for name, values in pieces.items()}

@@ -12,6 +12,7 @@ from kernjax.precision.lenses import delta, isolated, twin
 from kernjax.recording import Recording
 from kernjax.scoring.door import behind_door
 from kernjax.scoring.recorder import Progress
+from kernjax.scoring.routes import recorded_experts
 from kernjax.scoring.runs import Runs
 from kernjax.scoring.session import Session
 
@@ -27,6 +28,7 @@ class Lenses:
     isolated_limit: int = 4
     twin: bool = False
     repeat: bool = False
+    same_experts: bool = False
 
 
 def run_lenses(
@@ -47,12 +49,24 @@ def run_lenses(
     kernels = dict(kernels or {})
 
     def record(
-        name: str, policy: Policy, kernels: Mapping[str, Kernel] | None, limit: int | None
+        name: str,
+        policy: Policy,
+        kernels: Mapping[str, Kernel] | None,
+        limit: int | None,
+        same_experts: bool = False,
     ) -> Recording:
         return session.record(
-            policy, folder / name, kernels, limit=limit, on_progress=announce(f"{name} {policy}")
+            policy,
+            folder / name,
+            kernels,
+            limit=limit,
+            same_experts=same_experts,
+            on_progress=announce(f"{name} {policy}"),
         )
 
+    if lenses.same_experts:  # what is missing shows before anything runs
+        first = session.corpus.segments[0].id
+        recorded_experts(session.reference, first, session.checkpoint.config)
     runs = Runs(record("candidate", policy, kernels, lenses.limit))
     if lenses.repeat:
         runs.repeat = record("repeat", policy, kernels, lenses.limit)
@@ -70,4 +84,6 @@ def run_lenses(
     if lenses.twin:
         base = twin(policy, production)
         runs.twin = (record("twin", base, None, lenses.limit), runs.candidate)
+    if lenses.same_experts:
+        runs.same_experts = record("same_experts", policy, kernels, lenses.limit, True)
     return runs

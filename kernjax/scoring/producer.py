@@ -26,6 +26,7 @@ from kernjax.precision import Policy, executed_sites
 from kernjax.scoring.batch import RowPlan, Scorer
 from kernjax.scoring.compilation import use_compilation_cache
 from kernjax.scoring.programs import compilers
+from kernjax.scoring.routes import check_routes, route_extras
 from kernjax.scoring.sketch import SKETCH_DIM
 from kernjax.texts import Corpus
 from kernjax.weights import (
@@ -112,7 +113,8 @@ class Checkpoint:
 
 class JaxProducer:
     """Our own model. `hidden=True` adds per-layer sketches of the residual stream, `full=True` the
-    log-probabilities of the whole vocabulary, to every row.
+    log-probabilities of the whole vocabulary, `routes="rows"` the experts it went to, to every row;
+    `routes="all"` those of every token too.
 
     `directory` is an HF directory, or a `Checkpoint` that several producers share (with its mesh
     and its pod).
@@ -127,17 +129,19 @@ class JaxProducer:
         mesh: Mesh | None = None,
         hidden: bool = False,
         full: bool = False,
+        routes: str | None = None,
         progress: bool = False,
         pod: Pod | None = None,
     ) -> None:
         if not isinstance(directory, Checkpoint):
             directory = Checkpoint(directory, mesh, progress, pod)
         self.checkpoint, self.mesh = directory, directory.mesh
-        self.policy, self.hidden, self.full = policy, hidden, full
+        self.policy, self.hidden, self.full, self.routes = policy, hidden, full, routes
         self.kernels = dict(kernels or {})
         config = self.config = self.checkpoint.config
         self.vocab_size = config.vocab_size
         check_fits(config, policy, self.kernels)
+        check_routes(config, routes)
         use_compilation_cache()
         if not sums_are_right():
             raise UserError(
@@ -156,6 +160,7 @@ class JaxProducer:
             policy.prefill_window,
             hidden=hidden,
             full=full,
+            routes=routes,
             mesh=self.mesh,
         )
 
@@ -171,6 +176,7 @@ class JaxProducer:
             extras["hidden_sketch"] = {"dtype": "float32", "shape": shape}
         if self.full:
             extras["logprobs"] = {"dtype": "float32", "shape": [self.vocab_size]}
+        extras |= route_extras(self.config, self.routes)
         return {
             **self.checkpoint.identity,
             "policy": self.policy.to_dict(),
@@ -206,7 +212,8 @@ class JaxProducer:
         try:
             for shape in batches:
                 self.scorer.prepare(pool, *shape)
-            yield
+            with pool.show():
+                yield
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -24,10 +24,11 @@ from kernjax.recording import (
 from kernjax.recording.manifest import complete_manifest, flatten
 from kernjax.scoring.batch import RowPlan
 from kernjax.scoring.positions import PREFILL, RESCORE, prefill_positions
-from kernjax.scoring.producer import Producer, check_tokenizer
+from kernjax.scoring.producer import JaxProducer, Producer, check_tokenizer
+from kernjax.scoring.routes import ROUTE_GAPS, ROUTE_IDS, TOKEN_ROUTE_IDS, recorded_experts
 from kernjax.texts import Corpus, Segment
 
-EXTRAS = ("hidden_sketch", "logprobs")
+EXTRAS = ("hidden_sketch", "logprobs", ROUTE_IDS, ROUTE_GAPS, TOKEN_ROUTE_IDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,7 @@ def record_corpus(
     out: str | Path,
     *,
     reference: Recording | None = None,
+    experts_of: Recording | None = None,
     batch_size: int = 16,
     rescore: bool = False,
     overwrite: bool = False,
@@ -83,6 +85,9 @@ def record_corpus(
     identity = producer.identity()
     check_tokenizer(producer, corpus, identity["tokenizer_sha256"])
     plans = _plans(corpus, producer.policy.prefill_window, rescore, reference)
+    if experts_of is not None:
+        plans = _with_experts(plans, corpus, experts_of, producer)
+        identity["experts_of"] = experts_of.identity
     segments = [
         {**segment.to_dict(), "rows": len(plan.prefill) + segment.score_len * (1 + plan.rescore)}
         for segment, plan in zip(corpus.segments, plans, strict=True)
@@ -179,6 +184,21 @@ def _plans(
         prefill = reference.pos[rows][phase == PREFILL]
         plans.append(RowPlan(prefill, bool((phase == RESCORE).any()), reference.top_ids[rows]))
     return plans
+
+
+def _with_experts(
+    plans: list[RowPlan], corpus: Corpus, recording: Recording, producer: Producer
+) -> list[RowPlan]:
+    """The plans, tokens sent to the experts that they went to in `recording`."""
+    if not isinstance(producer, JaxProducer):
+        raise UserError(
+            "Only kernjax's own model can be sent to given experts.", todo="Drop --force_routes."
+        )
+    _check_same_segments(corpus, recording)
+    return [
+        dataclasses.replace(plan, experts=recorded_experts(recording, segment.id, producer.config))
+        for plan, segment in zip(plans, corpus.segments, strict=True)
+    ]
 
 
 def _check_same_segments(corpus: Corpus, reference: Recording) -> None:

@@ -16,5 +16,6 @@ class Runs:
     repeat: Recording | None = None
     isolated: tuple[Recording, Recording] | None = None
     twin: tuple[Recording, Recording] | None = None
+    same_experts: Recording | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     costs: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # run, tokens, seconds

@@ -15,6 +15,7 @@ from kernjax.precision import Policy
 from kernjax.recording import Recording, load_recording
 from kernjax.scoring.producer import Checkpoint, JaxProducer
 from kernjax.scoring.recorder import Progress, limited, record_corpus
+from kernjax.scoring.routes import ROUTE_IDS, ROWS
 from kernjax.texts import Corpus, load_corpus
 from kernjax.weights import parse_mesh
 
@@ -80,12 +81,17 @@ class Session:
     @functools.cached_property
     def checkpoint(self) -> Checkpoint:
         """The model's files, read once for every producer of the session."""
-        return Checkpoint(self.model, None if self.mesh is None else parse_mesh(self.mesh))
+        mesh = None if self.mesh is None else parse_mesh(self.mesh)
+        return Checkpoint(self.model, mesh, progress=True)
 
     def producer(self, policy: Policy, kernels: Mapping[str, Kernel] | None = None) -> JaxProducer:
         """A producer on the session's weights; it keeps as much of a row as the reference."""
         return JaxProducer(
-            self.checkpoint, policy, kernels, full="logprobs" in self.reference.extras
+            self.checkpoint,
+            policy,
+            kernels,
+            full="logprobs" in self.reference.extras,
+            routes=ROWS if ROUTE_IDS in self.reference.extras else None,
         )
 
     def record(
@@ -95,11 +101,13 @@ class Session:
         kernels: Mapping[str, Kernel] | None = None,
         *,
         limit: int | None = None,
+        same_experts: bool = False,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> Recording:
         """Records a policy with `kernels`, or a producer of this session, at the reference's ids.
 
-        Into `out`, or goes on with what is there.
+        Into `out`, or goes on with what is there. With `same_experts` every token is sent to the
+        experts that it went to in the reference.
         """
         if isinstance(producer, Policy):
             producer = self.producer(producer, kernels)
@@ -108,6 +116,7 @@ class Session:
             limited(self.corpus, limit),
             out,
             reference=self.reference,
+            experts_of=self.reference if same_experts else None,
             batch_size=self.batch_size,
             reuse=True,
             on_progress=on_progress,
