@@ -2,22 +2,26 @@
 # Makes the example reports beside this file: one red and one green run on the demo.
 #   bash docs/examples/make.sh            (from the repository's root; minutes, the model runs once)
 #   bash docs/examples/make.sh --pictures (also the screenshots; needs chromium)
+#   bash docs/examples/make.sh --screenshots (only those, of the report that lies here)
 set -euo pipefail
 here=docs/examples demo=kernjax/demo/recordings work=${WORK:-out/examples}
 [ -d "$demo" ] || { echo "run this from the repository's root" >&2; exit 3; }
 
-python -m kernjax.record --policy=fp8 --reference=$demo/demo.f32.zip --out="$work/fp8"
-for colour in red green; do
-    candidate=$demo/demo.chunk32.zip
-    [ $colour = red ] && candidate=$work/fp8
-    # Exit code 1 is what the red one is for.
-    python -m kernjax.check --candidate="$candidate" --reference=$demo/demo.f32.zip \
-        --band=$demo/demo.band.json --output_dir="$work/$colour" >/dev/null || [ $? -eq 1 ]
-    mkdir -p $here/$colour
-    cp "$work/$colour"/{report.html,report.md,junit.xml} $here/$colour/
-done
+mkdir -p "$work"
+if [ "${1:-}" != --screenshots ]; then
+    python -m kernjax.record --policy=fp8 --reference=$demo/demo.f32.zip --out="$work/fp8"
+    for colour in red green; do
+        candidate=$demo/demo.chunk32.zip
+        [ $colour = red ] && candidate=$work/fp8
+        # Exit code 1 is what the red one is for.
+        python -m kernjax.check --candidate="$candidate" --reference=$demo/demo.f32.zip \
+            --band=$demo/demo.band.json --output_dir="$work/$colour" >/dev/null || [ $? -eq 1 ]
+        mkdir -p $here/$colour
+        cp "$work/$colour"/{report.html,report.md,junit.xml} $here/$colour/
+    done
+fi
 
-[ "${1:-}" = --pictures ] || exit 0
+[ -n "${1:-}" ] || exit 0
 shot() { # NAME PAGE WIDTH HEIGHT [dark]
     local scheme=1
     [ "${5:-}" = dark ] && scheme=0
