@@ -27,7 +27,7 @@ from kernjax.experiments.prefill import capacity_for, prefill
 from kernjax.plugins import Kernel
 from kernjax.precision import Policy, parse_policy
 from kernjax.precision.grammar import parse_setting
-from kernjax.precision.policy import apply
+from kernjax.precision.policy import Setting, apply
 from kernjax.scoring.producer import Checkpoint, JaxProducer
 from pallas_kernels.attention import AttentionFormats
 from pallas_kernels.formats import F32
@@ -67,13 +67,15 @@ def op_with(name: str, base: AttentionFormats) -> Op:
     """
     if name in STOCHASTIC:
         return functools.partial(_without_formats, STOCHASTIC[name], base)
-    text, slash, row_sum = name.partition("/")
-    settings = [f"attention.p={text}"] + ([f"attention.row_sum={row_sum}"] if slash else [])
-    policy = apply(map(parse_setting, settings), dataclasses.replace(_F32, attention=base))
+    policy = apply(settings_of(name), dataclasses.replace(parse_policy("f32"), attention=base))
     return functools.partial(OPS[OP], formats=policy.attention)
 
 
-_F32 = parse_policy("f32")
+def settings_of(name: str) -> list[Setting]:
+    """What a policy sets for P in format `name`, `/rounded` behind it or not."""
+    text, slash, row_sum = name.partition("/")
+    written = [f"attention.p={text}"] + ([f"attention.row_sum={row_sum}"] if slash else [])
+    return [parse_setting(setting) for setting in written]
 
 
 def _without_formats(kernel: Op, base: AttentionFormats, *args: Any, **kwargs: Any) -> jax.Array:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kernjax.experiments.attention import OP, STOCHASTIC
+from kernjax.experiments.attention import OP, STOCHASTIC, settings_of
 from kernjax.experiments.prefill import capacity_for, prefill
 from kernjax.judge import metrics
 from kernjax.plugins import Kernel
 from kernjax.precision import Policy, parse_policy
-from kernjax.precision.grammar import parse_setting
 from kernjax.precision.policy import apply
 from kernjax.scoring.producer import Checkpoint, JaxProducer
 
@@ -64,6 +63,4 @@ def _producer_of(name: str, truth: Policy) -> tuple[Policy, dict[str, Kernel]]:
     if name in STOCHASTIC:
         label = f"kernjax.experiments.stochastic:{STOCHASTIC[name].__name__}"
         return truth, {OP: Kernel(OP, label, STOCHASTIC[name], "")}
-    text, slash, row_sum = name.partition("/")
-    settings = [f"attention.p={text}"] + ([f"attention.row_sum={row_sum}"] if slash else [])
-    return apply(map(parse_setting, settings), truth), {}
+    return apply(settings_of(name), truth), {}

@@ -49,10 +49,10 @@ class Lane:
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """What was measured at every decode step of B passages; lanes M without the ground truth.
+    """What was measured at every decode step of B passages; lanes M without the first one.
 
-    - kl [M, B, steps]: KL(truth || lane) over the whole vocabulary, nats.
-    - flipped [M, B, steps]: another first choice than the truth's.
+    - kl [M, B, steps]: KL(first || lane) over the whole vocabulary, nats.
+    - flipped [M, B, steps]: another first choice than the first lane's.
     - state [M, layers, B, steps]: relative Frobenius distance of each recurrent layer's state from
       that of the same lens with an unrounded state; 0 for that one itself.
     """
@@ -83,8 +83,8 @@ def decode(
 ) -> Decoded:
     """Prefills `context_len` tokens of int32 [B, length], decodes the rest one by one.
 
-    The first of `chosen` is the ground truth; every lens has its unrounded lane. `progress` is told
-    how many steps are done.
+    KL is taken against the first of `chosen` (the ground truth); every lens has its unrounded lane.
+    `progress` is told how many steps are done.
     """
     producers = _producers(checkpoint, chosen)
     capacity = capacity_for(tokens.shape[1])
