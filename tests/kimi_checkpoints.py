@@ -30,9 +30,9 @@ K3_TEXT: dict[str, Any] = {
     "linear_attn_config": {
         "full_attn_layers": [3, 5, 6],
         "gate_lower_bound": -5.0,
-        "head_dim": 8,
+        "head_dim": 10,
         "kda_layers": [1, 2, 4],
-        "num_heads": 3,
+        "num_heads": 2,
         "short_conv_kernel_size": 4,
         "use_full_rank_gate": True,
     },
@@ -78,9 +78,9 @@ LINEAR: dict[str, Any] = {
     "hidden_act": "silu",
     "linear_attn_config": {
         "full_attn_layers": [3, 5],
-        "head_dim": 8,
+        "head_dim": 10,
         "kda_layers": [1, 2, 4, 6],
-        "num_heads": 3,
+        "num_heads": 2,
         "short_conv_kernel_size": 4,
     },
     "num_shared_experts": 1,
@@ -205,17 +205,17 @@ def _values(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.n
     elif name.startswith("embed"):
         values = normal
     elif name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight", "up_proj.weight")):
-        values = 0.5 * normal * shape[-1] ** -0.5
+        values = 0.4 * normal * shape[-1] ** -0.5
     elif name.endswith("res_proj.weight"):
-        values = 3 * normal * shape[-1] ** -0.5  # streams get unlike shares
+        values = 1.5 * normal * shape[-1] ** -0.5  # streams get unlike shares
     else:
-        values = 2 * normal * shape[-1] ** -0.5
+        values = normal * shape[-1] ** -0.5
     return values.astype(np.float32)
 
 
-def write_k3(directory: Path, seed: int = 0) -> dict[str, np.ndarray]:
+def write_k3(directory: Path, seed: int = 0, config: dict[str, Any] = K3) -> dict[str, np.ndarray]:
     """A K3 checkpoint as published, experts in MXFP4; the values of every tensor, float32."""
-    values, config = draw(K3, seed), K3 | {"quantization_config": MXFP4}
+    values, config = draw(config, seed), config | {"quantization_config": MXFP4}
     rng, stored = np.random.default_rng([seed, 1]), dict(values)
     for name in values:
         if ".experts." in name:

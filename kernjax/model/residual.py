@@ -67,5 +67,7 @@ class Mixture(nnx.Module):
         scores = jnp.where(exists, score(kept), -jnp.inf)
         scores = jnp.concatenate([scores, score(stream.x)[None]])
         shares = jax.nn.softmax(scores, axis=0)[..., None]
-        y = jnp.sum(shares[:-1] * kept, axis=0) + shares[-1] * stream.x.astype(jnp.float32)
+        y = shares[-1] * stream.x.astype(jnp.float32)
+        for block in range(kept.shape[0]):  # few; a sum over them is slow on a CPU, or wrong
+            y += shares[block] * kept[block]
         return store(y, policy.activations)
