@@ -50,6 +50,16 @@ EIGHT_DEVICES = """
             # Sequences over `data`, heads over `tensor`; layers and tokens whole.
             assert part.shape[1] == leaf.shape[1] // data, text
             assert part.size * data * mesh.shape["tensor"] == leaf.size, text
+        # Each part of `data` is a program of its own: it sees its sequences and no others.
+        seen = []
+        jax.eval_shape(
+            placement.by_sequences(
+                lambda c, b: (seen.append((c.keys.shape[1], len(b))), b)[1], "cb", "b"
+            ),
+            cache,
+            placement.put(np.zeros((4, 3), np.int32)),
+        )
+        assert seen[-1] == (4 // data, 4 // data)
     print(json.dumps(differences))
 """
 
@@ -62,7 +72,7 @@ def test_the_same_numbers_on_any_number_of_devices(tmp_path: Path) -> None:
         env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     differences = json.loads(done.stdout.splitlines()[-1])
