@@ -34,7 +34,8 @@ SILU, SITU = "silu", "situ"
 
 # Multimodal wrappers, and the model_type of the text_config inside.
 WRAPPERS = {"qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE, "kimi_k3": KIMI_LINEAR}
-MODEL_TYPES = (*WRAPPERS, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, KIMI_LINEAR)
+_QWEN_TYPES = ("qwen3_5", QWEN3_5, "qwen3_5_moe", QWEN3_5_MOE, QWEN3_NEXT)
+MODEL_TYPES = (*_QWEN_TYPES, KIMI_LINEAR, "kimi_k3")
 
 
 @dataclass(frozen=True)
