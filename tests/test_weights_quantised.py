@@ -189,7 +189,7 @@ def test_wrapper_with_vision_and_draft_head(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(wrapper))
     loaded = load_model(tmp_path, dtype="float32")
     expected = load_model(tmp_path / "plain", dtype="float32")
-    assert np.array_equal(loaded.linear.qkv[...], expected.linear.qkv[...])
+    assert np.array_equal(loaded.linear.mixer.qkv[...], expected.linear.mixer.qkv[...])
 
 
 def refused(directory: Path, message: str) -> str:
