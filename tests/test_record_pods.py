@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from instrument import LAYERS, run
+from kimi_checkpoints import K3, K3_TEXT, write_k3
 from pod_processes import Process, free_port, start, start_pod
-from quantised_checkpoints import MXFP4, write_quantised
-from tiny import CONFIG, make_corpus
+from tiny import CONFIG, make_corpus, write_checkpoint
 
 from kernjax import load_recording, record
 from kernjax.base.errors import UserError
@@ -24,13 +24,34 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 KILLS = int(os.environ.get("KERNJAX_TEST_KILLS", "1"))  # a stress test asks for more
 BATCHES = 4
 
+# Two layers that have everything: Kimi delta attention and a dense MLP, latent attention and a
+# mixture of experts in MXFP4, attention residuals between them.
+TEXT = K3_TEXT | {
+    "attn_res_block_size": 1,
+    "linear_attn_config": K3_TEXT["linear_attn_config"]
+    | {"full_attn_layers": [2], "kda_layers": [1], "num_heads": 2},
+    "num_hidden_layers": 2,
+    "vocab_size": CONFIG["vocab_size"],
+}
+
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory) -> list[str]:
-    folder = tmp_path_factory.mktemp("pod")
-    write_quantised(folder / "model", MXFP4, config={**CONFIG, **LAYERS})
-    corpus = write_corpus(make_corpus({24: BATCHES}, score_len=4), folder / "corpus")
-    return [f"--model={folder / 'model'}", f"--corpus={corpus}", "--batch_size=2"]
+def corpus(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    return write_corpus(make_corpus({24: BATCHES}, score_len=4), folder)
+
+
+@pytest.fixture(scope="module")
+def flags(corpus, tmp_path_factory) -> list[str]:
+    model = write_checkpoint(tmp_path_factory.mktemp("dense"), **LAYERS)
+    return [f"--model={model}", f"--corpus={corpus}", "--batch_size=2"]
+
+
+@pytest.fixture(scope="module")
+def k3(corpus, tmp_path_factory) -> list[str]:
+    model = tmp_path_factory.mktemp("k3")
+    write_k3(model, config=K3 | {"text_config": TEXT})
+    return [f"--model={model}", f"--corpus={corpus}", "--batch_size=2"]
 
 
 def end(pod: list[Process]) -> list[int]:
@@ -52,8 +73,7 @@ def test_every_process_with_a_model_of_its_own(flags, tmp_path):
 
 
 def test_one_model_over_all_processes_killed_and_started_again(flags, tmp_path):
-    """MXFP4 weights and heads in two parts: killed with SIGKILL, started again, and whole only at
-    the end."""
+    """Heads in two parts: killed with SIGKILL, started again, and whole only at the end."""
     sharded = [*flags, "--mesh=tensor=2"]
     out = tmp_path / "killed"
     rng = random.Random(KILLS)
@@ -92,6 +112,16 @@ def test_one_model_over_all_processes_killed_and_started_again(flags, tmp_path):
     assert single.wait() == 0, single.text
     # A sum of two parts has one order, whoever adds them: the very bits of two devices of one.
     assert files(out) == files(tmp_path / "single")
+
+
+def test_k3_over_two_processes_is_that_of_one(k3, tmp_path):
+    """Experts in MXFP4, KDA and latent heads in two parts, each in a process of its own."""
+    words = [*k3, "--mesh=tensor=2", "--limit=1"]
+    pod = start_pod("kernjax.record", [*words, f"--out={tmp_path / 'two'}"], 2)
+    assert end(pod) == [0, 0], [process.text for process in pod]
+    single = start("kernjax.record", *words, f"--out={tmp_path / 'one'}", devices=2)
+    assert single.wait() == 0, single.text
+    assert files(tmp_path / "two") == files(tmp_path / "one")
 
 
 def test_flags_that_differ_end_both(flags, tmp_path):
