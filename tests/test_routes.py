@@ -93,8 +93,9 @@ def test_another_router_changes_near_choices_and_forcing_removes_what_that_does(
     )
     changes = route_changes(reference, candidate)
     assert 0 < changes.rows < 1 and changes.changed[:, 0].any()
-    # The router's logits moved by about 0.01 times the norm of its input, sqrt(32).
-    assert changes.gaps[:, 0][changes.changed[:, 0]].max() < 0.1 < np.median(changes.gaps)
+    # Each of two logits moved by about 0.01 times the norm of its input, sqrt(32): by no more than
+    # four standard deviations.
+    assert changes.gaps[:, 0][changes.changed[:, 0]].max() < 4 * 0.01 * 8 < changes.gaps.max()
     # On the reference's experts nothing is chosen otherwise: the weights alone are a little others.
     assert route_changes(reference, forced).choices == 0
     assert forced.manifest["experts_of"] == reference.identity
