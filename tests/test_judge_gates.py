@@ -23,7 +23,8 @@ from kernjax.judge.gates import (
 from kernjax.judge.intervals import Estimate
 from kernjax.judge.limits import limits_of, merge_flip_bins
 from kernjax.judge.quantiles import t_quantile, tolerance_factor
-from kernjax.judge.summaries import Summary, ratio_statistics
+from kernjax.judge.simulate import Corpus, Design
+from kernjax.judge.summaries import Summary, ratio_statistics, row_groups
 
 SEGMENTS = tuple(
     Segment(f"{kind}-{context}-{i}", kind, context, 8)
@@ -77,6 +78,55 @@ def test_outcomes_around_the_limit():
     near = decide_level(summary(math.log(1.21) + noise(0)), allowed)["level: prose, geometric"]
     assert near.outcome is Outcome.INCONCLUSIVE
     assert near.low < 1.2 < near.high
+
+
+def test_rescored_rows_have_the_rows_of_level_in_their_own_gate():
+    rows = predeclared(SEGMENTS, ["self", "rescore"], [])
+    level = [row for row in rows if row.gate == "level"]
+    rescored = [row for row in rows if row.gate == "decode_vs_prefill" and row.kind]
+    assert [(r.kind, r.context) for r in rescored] == [(r.kind, r.context) for r in level]
+    assert [r.stratum for r in rescored] == [f"rescored {r.stratum}" for r in level]
+    evidence = Evidence(SEGMENTS, summary(rescore=math.log(1.5) + noise(4)), [summary(rescore=0)])
+    gates = decide(evidence, rows, {row.key: limit(math.log(1.2)) for row in rows})
+    found = {g.stratum: g for g in gates}
+    assert found["rescored code, geometric"].outcome is Outcome.FAIL
+    assert found["rescored code, arithmetic"].observed == pytest.approx(1.5, rel=0.05)
+    assert found["code, geometric"].outcome is Outcome.PASS
+    assert "rescored code, geometric" not in {r.stratum for r in predeclared(SEGMENTS, [], [])}
+
+
+def test_edges_of_prefill_and_of_decode():
+    """Which rows count: by hand for two segments of 128 tokens, 66 of them decoded."""
+    pos = [3, 64, 65, 126, 127, *range(128, 194), *range(128, 194)]
+    phase = np.array([0] * 5 + [1] * 66 + [2] * 66, np.uint8)
+    n = len(pos)
+    kl = np.full(n, 1e-4)
+    one = Corpus(Design(contexts=(512,), per_cell=2, steps=4), np.random.default_rng(0)).producer()
+    c = dataclasses.replace(
+        one,
+        segments=tuple(Segment(f"s{i}", "prose", 128, 66, (0, 120)) for i in range(2)),
+        segment=np.repeat([0, 1], n),
+        pos=np.tile(pos, 2),
+        phase=np.tile(phase, 2),
+        finite=np.ones(2 * n, bool),
+        self_kl=np.tile(np.where(phase == 1, kl, np.nan), 2),
+        reference_manifest={"prefill_window": 96},
+    )
+    groups = row_groups(c, 1)
+    found = {
+        name: sorted(c.pos[rows[rows < n]].tolist())
+        for name, rows in groups.items()
+        if name.startswith("edge_") or name in ("last", "rescore")
+    }
+    assert found == {
+        "last": [127],
+        "edge_window": [126],
+        "edge_document": [3],
+        "edge_chunk": [64, 65],
+        "edge_start": [128, 129, 130, 131],
+        "edge_block": [191, 192],
+        "rescore": list(range(128, 194)),
+    }
 
 
 def test_p_values_are_bonferroni_within_and_holm_across_gates():

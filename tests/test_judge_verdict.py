@@ -167,6 +167,7 @@ def test_a_wrong_rescoring_alone_fails_while_decode_is_right(corpus, band):
     row = next(g for g in verdict.gates if g.stratum == "rescored prose, geometric")
     assert row.observed == pytest.approx(1.5, rel=0.08)
     assert "On rescored" in texts(verdict, "fail")
+    assert "times normal (geometric mean)" in texts(verdict, "fail")
 
 
 def test_confident_flips(band, good):

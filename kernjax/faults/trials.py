@@ -156,7 +156,8 @@ class Trials:
             ratios={
                 str(gate.kind): (gate.observed, gate.low, gate.high)
                 for gate in verdict.gates
-                if gate.mean == "geometric" and gate.context_len is None and gate.observed
+                if gate.name == "level" and gate.mean == "geometric"
+                if gate.context_len is None and gate.observed
             },
             segments=verdict.segments,
         )

@@ -57,6 +57,12 @@ TESTED = (
     "prefill_last",
 )
 RULES = ("nonfinite", "confident_flips")
+_MEANS = {
+    "geometric": "geometric",
+    "arithmetic": "arithmetic",
+    "rescore": "geometric",
+    "rescore_arithmetic": "arithmetic",
+}
 _EDGES = {
     "edge_window": "prefill window",
     "edge_document": "document",
@@ -87,6 +93,11 @@ class Row:
     kind: str | None = None  # None: all kinds
     context: int | None = None  # None: all depths
     bins: tuple[int, ...] = ()
+
+    @property
+    def mean(self) -> str | None:
+        """Over positions: geometric or arithmetic, of rows of level and of rescored tokens."""
+        return _MEANS.get(self.statistic)
 
     @property
     def key(self) -> str:
@@ -137,7 +148,7 @@ class Gate:
     note: str = ""
     kind: str | None = None  # None: all
     context_len: int | None = None
-    mean: str | None = None  # of level rows: geometric or arithmetic
+    mean: str | None = None  # of rows of level and of rescored tokens: geometric or arithmetic
     bootstrap_low: float | None = None  # of level rows with 20 segments: a second opinion
     bootstrap_high: float | None = None
 
@@ -280,7 +291,7 @@ def decide(evidence: Evidence, rows: Sequence[Row], limits: Mapping[str, Limit])
             note="too few segments, or flips, for an interval",
             kind=row.kind,
             context_len=row.context,
-            mean=row.statistic if row.gate == "level" else None,
+            mean=row.mean,
         )
         if estimate is not None:
             low, high = estimate.bound(1 - CONFIDENCE), estimate.bound(CONFIDENCE)

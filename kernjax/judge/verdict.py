@@ -27,6 +27,7 @@ from kernjax.judge.lenses import (
     incumbent_lens,
     isolated_lens,
 )
+from kernjax.judge.notes import notes
 from kernjax.judge.strata import (
     MarginBin,
     Stratum,
@@ -161,7 +162,7 @@ def _judged(case: Case) -> Verdict:
         findings = rules.identical(case, findings)
     findings += rules.run(case)
     incumbent_rows = _incumbent(case)
-    findings += [*rules.against_incumbent(case, incumbent_rows), *rules.notes(case)]
+    findings += [*rules.against_incumbent(case, incumbent_rows), *notes(case)]
     if _outcome(findings) is Outcome.FAIL:
         findings = rules.with_next_steps(case, findings)
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
