@@ -8,9 +8,12 @@ device: never more.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +22,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import DTypeLike
-from tqdm import tqdm
 
+from kernjax.base.progress import Work
 from kernjax.model import Decoder
 from kernjax.model.config import ModelConfig
-from kernjax.model.params import tree_of, weight_dtype
+from kernjax.model.params import abstract_params, tree_of, weight_dtype
+from kernjax.model.params import leaves as walk
 from kernjax.weights.converted import is_converted, load_converted
 from kernjax.weights.match import text_tensors
-from kernjax.weights.names import Leaf, Part, table
+from kernjax.weights.names import Leaf, Part, experts_in, table
 from kernjax.weights.sharding import partition_spec
 from kernjax.weights.sources import Source
 
 # Stacks up to this size (of the whole parameter, in bytes) are assembled on the host, without
 # compiling anything.
 _HOST_STACK_BYTES = 64 << 20
+
+_EXPERTS_AT_ONCE = 64
 
 Index = tuple[slice, ...]
 
@@ -52,37 +58,34 @@ def load_params(
     float32. Quantised weights are dequantised as they are read. Norms, A_log and dt_bias are
     float32 always.
     With a `mesh` the arrays are global and sharded by `sharding.RULES`; without, they lie on the
-    default device. `progress` draws a bar on standard error, of the bytes that this process reads.
+    default device. `progress` shows the bytes that this process reads on standard error (`Work`).
 
     UserError, before any data is read, where the directory and `config` do not match.
     """
     if is_converted(directory):
         return load_converted(directory, config, dtype=dtype, mesh=mesh)
     wanted = None if dtype is None else weight_dtype(dtype)
-    leaves = table(config)
     specs = {  # before reading: a mesh that does not fit is an error now
-        leaf.path: partition_spec(leaf.spec.axes, leaf.spec.units, mesh) if mesh else None
-        for leaf in leaves
+        path: partition_spec(spec.axes, spec.units, mesh) if mesh else None
+        for path, spec in walk(abstract_params(config))
     }
     tensors = text_tensors(directory, config)
-    placements = {leaf.path: _Placement(mesh, specs[leaf.path]) for leaf in leaves}
+    leaves = table(config, experts_in(tensors, config))
+    placements = {path: _Placement(mesh, spec) for path, spec in specs.items()}
     total = sum(
-        _file_bytes(tensors[part.name], leaf.part_shape) * placements[leaf.path].share(leaf)
+        sum(_file_bytes(tensors[part.name], leaf.part_shape) for part in leaf.parts)
+        * placements[leaf.path].share(leaf)
         for leaf in leaves
-        for part in leaf.parts
     )
-    with tqdm(
-        total=round(total), desc="loading", unit="B", unit_scale=True, disable=not progress
-    ) as bar:
+    shown = progress and jax.process_index() == 0
+    with Work("reading weights", "B", total, shown=shown) as work:
 
         def load(leaf: Leaf) -> jax.Array:
             own = [tensors[part.name].value_dtype for part in leaf.parts]
             target = leaf.spec.dtype(_widest(own) if wanted is None else wanted)
-            return _load_leaf(leaf, tensors, target, placements[leaf.path], bar.update)
+            return _load_leaf(leaf, tensors, target, placements[leaf.path], work.advance)
 
-        tree = tree_of((leaf.path, load(leaf)) for leaf in leaves)
-        bar.update(bar.total - bar.n)  # what rounding left over
-        return tree
+        return tree_of((leaf.path, load(leaf)) for leaf in leaves)
 
 
 def _widest(dtypes: list[np.dtype]) -> np.dtype:
@@ -154,27 +157,22 @@ def _load_leaf(
     """One parameter; `done` is told the bytes that were read."""
 
     def read_part(part: Part, index: Index) -> np.ndarray:
-        values = tensors[part.name].read(part.layout, index, dtype)
-        done(_file_bytes(tensors[part.name], _shape_of(index)))
-        return values
+        return tensors[part.name].read(part.layout, index, dtype)
+
+    def read(index: Index) -> np.ndarray:
+        """leaf[index]; in the axes counted by parts, all that the slices name."""
+        lead, rest = index[: len(leaf.stack)], index[len(leaf.stack) :]
+        parts = _parts(leaf, lead)
+        apply = _in_threads if len(leaf.stack) > 1 else map
+        sizes = [_file_bytes(tensors[part.name], _shape_of(rest)) for part in parts]
+        pieces = _counted(apply(read_part, parts, itertools.repeat(rest)), sizes, done)
+        if len(parts) == 1:
+            return next(pieces)[(None,) * len(lead)]
+        return _stacked(pieces, _shape_of(lead), dtype)
 
     shape = leaf.spec.shape
-    if not leaf.stacked:
-        (part,) = leaf.parts
-        return placement.put(shape, partial(read_part, part))
-
-    if leaf.spec.size * dtype.itemsize <= _HOST_STACK_BYTES:
-
-        def read_stack(index: Index) -> np.ndarray:
-            pieces = [read_part(part, index[1:]) for part in leaf.parts[index[0]]]
-            # Filled in the files' order (the last axis of a matrix outermost): see layouts.py.
-            reverse = np.empty((len(pieces), *pieces[0].shape[::-1]), dtype)
-            stack = reverse.transpose(0, *range(reverse.ndim - 1, 0, -1))
-            for layer, piece in enumerate(pieces):
-                stack[layer] = piece
-            return stack
-
-        return placement.put(shape, read_stack)
+    if not leaf.stack or leaf.spec.size * dtype.itemsize <= _HOST_STACK_BYTES:
+        return placement.put(shape, read)
 
     one_layer = placement.of_one_layer()
     stack = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=placement.sharding)()
@@ -185,11 +183,60 @@ def _load_leaf(
         out_shardings=placement.sharding,
     )
     layer = None
-    for at, part in enumerate(leaf.parts):
+    for at in range(leaf.stack[0]):
+
+        def read_layer(index: Index, at: int = at) -> np.ndarray:
+            return read((slice(at, at + 1), *index))[0]
+
         jax.block_until_ready(layer)  # two layers may be on their way
-        layer = one_layer.put(leaf.part_shape, partial(read_part, part))
+        layer = one_layer.put(shape[1:], read_layer)
         stack = insert(stack, layer, at)
     return stack
+
+
+def _parts(leaf: Leaf, lead: Index) -> list[Part]:
+    """The parts that slices of the leaf's leading axes name, in order."""
+    numbers = np.arange(len(leaf.parts)).reshape(leaf.stack)[lead]
+    return [leaf.parts[number] for number in numbers.ravel()]
+
+
+def _counted(
+    pieces: Iterable[np.ndarray], sizes: Iterable[float], done: Callable[[float], Any]
+) -> Iterator[np.ndarray]:
+    """`pieces`; `done` is told each one's size when it is there."""
+    for piece, size in zip(pieces, sizes, strict=True):
+        done(size)
+        yield piece
+
+
+def _in_threads(
+    read: Callable[[Part, Index], np.ndarray], parts: list[Part], index: Iterable[Index]
+) -> Iterator[np.ndarray]:
+    """As `map`. Experts are many and small: a thread each, where large tensors are read by several.
+
+    Some at a time: what has been read waits in memory until it is taken.
+    """
+    for start in range(0, len(parts), _EXPERTS_AT_ONCE):
+        yield from _threads().map(read, parts[start : start + _EXPERTS_AT_ONCE], index)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="experts")
+
+
+def _stacked(pieces: Iterable[np.ndarray], lead: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """[*lead, ...] of as many pieces, each in the order it has in memory: see layouts.py."""
+    stack = None
+    for number, piece in enumerate(pieces):
+        if stack is None:
+            order = sorted(range(piece.ndim), key=lambda axis: -piece.strides[axis])
+            shape = tuple(piece.shape[axis] for axis in order)
+            back = np.argsort(order)
+            stack = np.empty((math.prod(lead), *shape), dtype).transpose(0, *(1 + back))
+        stack[number] = piece
+    assert stack is not None
+    return stack.reshape(*lead, *stack.shape[1:])
 
 
 def load_model(
