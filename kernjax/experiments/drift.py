@@ -33,11 +33,12 @@ def measure(
     formats: Sequence[str],
     tokens: np.ndarray,
     window: int,
-    announce: Callable[[str], None] = lambda name: None,
+    announce: Callable[[str, float], None] = lambda name, kl: None,
 ) -> Drift:
     """KL of float32 with P in each of `formats` (as `attention.op_with` names them) to float32.
 
-    tokens int32 [B, T], prefilled in windows of `window`.
+    tokens int32 [B, T], prefilled in windows of `window`. `announce` is told each format's mean KL
+    at the last window, when it is done.
     """
     truth_policy = parse_policy(f"f32,prefill_window={window}")
 
@@ -51,10 +52,10 @@ def measure(
     truth = logprobs(truth_policy, {})
     found = []
     for name in formats:
-        announce(name)
         ours = logprobs(*_producer_of(name, truth_policy))
         kl = metrics.kl_divergence(*(x.reshape(-1, x.shape[-1]) for x in (truth, ours)))
         found.append(kl.reshape(truth.shape[:-1]))
+        announce(name, float(found[-1][:, -1].mean()))
     depths = tuple(window * (i + 1) for i in range(truth.shape[1]))
     return Drift(tuple(formats), depths, np.stack(found))
 

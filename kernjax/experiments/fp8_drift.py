@@ -35,7 +35,7 @@ _DEPTH = FLAGS.integer("depth", 8192, "Tokens of a passage.", lower_bound=64)
 _WINDOW = FLAGS.integer("window", 512, "Tokens of a prefill window.", lower_bound=64)
 _PASSAGES = FLAGS.integer("passages", 2, "Passages of each kind.", lower_bound=1)
 
-FORMATS = ("fp8*448", "fp8*448/rounded", "fp8", "fp8/rounded", "stochastic", "stochastic/rounded")
+FORMATS = ("bf16", "fp8*448", "fp8", "fp8/rounded", "stochastic", "stochastic/rounded")
 
 
 def main(args: list[str]) -> int:
@@ -55,8 +55,9 @@ def main(args: list[str]) -> int:
     effect = attention.measure(checkpoint, parse_policy("f32"), FORMATS, tokens, _WINDOW.value)
     local = effect_rows(effect, kinds)
 
-    def announce(name: str) -> None:
-        command.log.info("prefill with P in %s (%.0f s so far)", name, time.monotonic() - began)
+    def announce(name: str, kl: float) -> None:
+        seconds = time.monotonic() - began
+        command.log.info("P in %s: KL %.2e at the last window, %.0f s so far", name, kl, seconds)
 
     found = summarise(drift.measure(checkpoint, FORMATS, tokens, _WINDOW.value, announce), kinds)
     print(markdown(found))

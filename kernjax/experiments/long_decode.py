@@ -34,7 +34,7 @@ _POLICY = FLAGS.string("policy", "bf16", "The production policy.")
 _FORMATS = FLAGS.comma_list("formats", ["bf16", "m6", "m4"], "Formats of the state.")
 _CONTEXT = FLAGS.integer("context", 512, "Tokens prefilled.", lower_bound=1)
 _STEPS = FLAGS.integer("steps", 4096, "Tokens decoded.", lower_bound=2)
-_PASSAGES = FLAGS.integer("passages", 4, "Passages of each kind.", lower_bound=1)
+_PASSAGES = FLAGS.integer("passages", 2, "Passages of each kind.", lower_bound=1)
 
 
 def main(args: list[str]) -> int:
