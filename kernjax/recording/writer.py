@@ -226,7 +226,7 @@ class RecordingWriter:
                     f"Segment {self._name(index)} of {self._store.name} was written before with"
                     " other values.",
                     "The same inputs give the same bits.",
-                    "Find what made the producer differ, then record again with --overwrite.",
+                    "Find what made the producer differ, then delete this and record again.",
                 )
             return
         with storage_errors("write", f"segment {self._name(index)} of {self._store.name}"):
@@ -305,11 +305,11 @@ def _refuse_complete(root: Store, begun: Mapping[str, Any], full: Mapping[str, A
     if not lines:
         raise UserError(
             f"{root.name} is already complete, made by this very producer of these inputs.",
-            todo="Use it as it is, or pass --overwrite to record it again.",
+            todo="Use it as it is, or delete it to make it again (kernjax.record: --overwrite).",
         )
     raise UserError(
         f"{root.name} is already complete and differs:{diff_text(lines)}\n",
-        todo="Choose another --out, or pass --overwrite to replace it.",
+        todo="Choose another directory, or delete this one (kernjax.record: --overwrite).",
     )
 
 
@@ -317,11 +317,12 @@ def _refuse_other(store: Store, lines: Sequence[str]) -> None:
     if not lines:
         raise UserError(
             f"{store.name} holds an incomplete recording of the same producer.",
-            todo="Go on with it (open_or_create), or pass --overwrite to begin again.",
+            todo="Go on with it (open_or_create), or delete it (kernjax.record: --overwrite).",
         )
     raise UserError(
         f"{store.name} is an incomplete recording of something else:{diff_text(lines)}\n",
         "One recording has one producer: model, corpus, policy, kernels, versions, commit, device"
         " and batch size must match to go on.",
-        "Run what began it, choose another --out, or pass --overwrite to begin again.",
+        "Run what began it, choose another directory, or delete this one (kernjax.record:"
+        " --overwrite).",
     )
