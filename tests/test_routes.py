@@ -10,7 +10,7 @@ import pytest
 from instrument import LAYERS, run
 from tiny import CONFIG, make_corpus, write_checkpoint
 
-from kernjax import compare, load_recording, record
+from kernjax import load_recording, record
 from kernjax.judge.routes import route_changes
 from kernjax.model.config import ModelConfig
 from kernjax.model.params import random_params
@@ -20,7 +20,8 @@ from kernjax.scoring.recorder import record_corpus
 from kernjax.texts import write_corpus
 from kernjax.weights import save_hf
 
-# The first layer and the last are mixtures, the one between is not.
+# The first layer and the last are mixtures, the one between is not. A token goes to one expert, by
+# weight 1 whatever the router thinks of it: all that a router can change is which.
 MIXED = CONFIG | {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
@@ -31,7 +32,7 @@ MIXED = CONFIG | {
     "moe_intermediate_size": 16,
     "norm_topk_prob": True,
     "num_experts": 6,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 1,
     "shared_expert_intermediate_size": 24,
 }
 CORPUS = make_corpus({32: 1}, score_len=32)
@@ -56,7 +57,7 @@ def recorded(tmp_path_factory) -> Recorded:
     save_hf(params, MIXED, folder / "model")
     router = params["linear_moe"]["moe"]["router"]
     noise = np.random.default_rng(0).standard_normal(router.shape).astype(np.float32)
-    params["linear_moe"]["moe"]["router"] = router + 0.01 * noise
+    params["linear_moe"]["moe"]["router"] = router + 0.02 * noise
     save_hf(params, MIXED, folder / "moved")
     corpus = write_corpus(CORPUS, folder / "corpus")
     names = ("model", "reference", "candidate", "forced")
@@ -72,12 +73,11 @@ def recorded(tmp_path_factory) -> Recorded:
 def test_rows_and_tokens_are_where_the_design_says(recorded) -> None:
     recording = load_recording(recorded.reference)
     ids, gaps = recording.extras["route_ids"], recording.extras["route_gaps"]
-    assert ids.shape == (len(recording), 2, 2) and ids.dtype == np.uint8 and ids.max() < 6
+    assert ids.shape == (len(recording), 2, 1) and ids.dtype == np.uint8 and ids.max() < 6
     assert gaps.shape == (len(recording), 2) and (gaps >= 0).all() and gaps.max() > 0.1
-    # Every expert is used, and no token goes twice to one.
-    assert set(np.unique(ids)) == set(range(6)) and (ids[..., 0] != ids[..., 1]).all()
+    assert set(np.unique(ids)) == set(range(6))
     every = recording.token_extras["token_route_ids"]
-    assert [part.shape for part in every] == [(64, 2, 2)] * 2
+    assert [part.shape for part in every] == [(64, 2, 1)] * 2
     for index, tokens in enumerate(every):
         rows = recording.rows_of(index)
         np.testing.assert_array_equal(tokens[recording.pos[rows]], ids[rows])
@@ -93,15 +93,14 @@ def test_another_router_changes_near_choices_and_forcing_removes_what_that_does(
     )
     changes = route_changes(reference, candidate)
     assert 0 < changes.rows < 1 and changes.changed[:, 0].any()
-    # Each of two logits moved by about 0.01 times the norm of its input, sqrt(32): by no more than
+    # Each of two logits moved by about 0.02 times the norm of its input, sqrt(32): by no more than
     # four standard deviations.
-    assert changes.gaps[:, 0][changes.changed[:, 0]].max() < 4 * 0.01 * 8 < changes.gaps.max()
-    # On the reference's experts nothing is chosen otherwise: the weights alone are a little others.
+    assert changes.gaps[:, 0][changes.changed[:, 0]].max() < 4 * 0.02 * 8 < changes.gaps.max()
     assert route_changes(reference, forced).choices == 0
     assert forced.manifest["experts_of"] == reference.identity
-    free, held = (compare(reference, one).kl for one in (candidate, forced))
-    assert held.max() < 0.05 * free.max()
-    assert held.max() > 0
+    assert np.abs(candidate.target_logprobs - reference.target_logprobs).max() > 0.01
+    np.testing.assert_allclose(forced.target_logprobs, reference.target_logprobs, atol=1e-5)
+    np.testing.assert_allclose(forced.top_logprobs, reference.top_logprobs, atol=1e-5)
 
 
 def test_what_cannot_be_forced_is_refused(recorded, tmp_path, capsys) -> None:
