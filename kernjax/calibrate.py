@@ -29,7 +29,7 @@ from kernjax.base import command
 
 FLAGS = command.Flags("calibrate", __doc__)
 _MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "demo, local, article, or a manifest.")
+_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
 _REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
 _NORMAL = FLAGS.multi_string("normal", "A policy or a recording; four or more.", required=True)
 _BAD = FLAGS.multi_string("bad", "A policy, recording or planted fault: known to be wrong.")

@@ -44,7 +44,7 @@ _SHARE = FLAGS.number(
 _ISOLATED = FLAGS.boolean("isolated", True, "On float32; --noisolated: on the production policy.")
 FLAGS.heading("What it is a change of")
 _MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "demo, local, article, or a manifest.")
+_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
 _REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
 _BAND = FLAGS.string("band", None, "The normal difference; default: the demo's, or none.")
 _PRODUCTION = FLAGS.string("production_policy", "bf16", "What the candidate is a change of.")

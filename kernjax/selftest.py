@@ -35,7 +35,7 @@ _ONLY = FLAGS.comma_list("only", [], "Ids of the rows to run; default: all of th
 _SHORT = FLAGS.boolean("short", False, "Named faults and controls only, without local sizes.")
 FLAGS.heading("What it runs on")
 _MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "demo, local, article, or a manifest.")
+_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
 _REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
 _BAND = FLAGS.string("band", None, "The normal difference; default: the demo's.")
 FLAGS.heading("How it runs")

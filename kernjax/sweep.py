@@ -43,7 +43,7 @@ _FORMATS = FLAGS.comma_list("formats", [], "Formats instead of bits, the widest 
 _POLICY = FLAGS.string("policy", "bf16", "The policy that the rounding is added to.")
 FLAGS.heading("What it is judged against")
 _MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "demo, local, article, or a manifest.")
+_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
 _REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
 _BAND = FLAGS.string("band", None, "The normal difference; default: the demo's.")
 FLAGS.heading("How it runs")
