@@ -30,15 +30,26 @@ def _variant(truth: Recording, actual: Recording, seed: int) -> Recording:
         name: getattr(truth, name)
         + sign.reshape(-1, *[1] * (getattr(truth, name).ndim - 1))
         * (getattr(actual, name).astype(np.float64) - getattr(truth, name))
-        for name in ("top_logprobs", "tail_logprob", "target_logprobs", "margins")
+        for name in ("top_logprobs", "tail_logprob", "target_logprobs")
     }
     total = np.logaddexp(np.logaddexp.reduce(raw["top_logprobs"], axis=1), raw["tail_logprob"])
     raw["top_logprobs"] -= total[:, None]
     raw["tail_logprob"] -= total
+    # The other columns are those of the changed distribution, as in any recording.
+    raw["top_logprobs"] = raw["top_logprobs"].astype(np.float32)
+    best = np.argmax(raw["top_logprobs"], axis=1)[:, None]
+    ordered = np.sort(raw["top_logprobs"], axis=1)
+    raw["margins"] = ordered[:, -1] - ordered[:, -2]
+    is_target = truth.top_ids == truth.target_ids[:, None]
+    listed = np.where(is_target, raw["top_logprobs"], -np.inf).max(axis=1)
+    raw["target_logprobs"] = np.where(
+        is_target.any(axis=1), listed, np.minimum(raw["target_logprobs"], raw["tail_logprob"])
+    )
     manifest = {**actual.manifest, "policy": {"name": "x", "text": f"variant {seed}"}}
     return dataclasses.replace(
         actual,
         path=f"variant {seed}",
         manifest=manifest,
+        top1_ids=np.take_along_axis(truth.top_ids, best, axis=1)[:, 0],
         **{name: values.astype(np.float32) for name, values in raw.items()},
     )
