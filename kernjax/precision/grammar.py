@@ -50,9 +50,8 @@ def parse_setting(text: str) -> Setting:
     try:
         return Setting(name, leaf.parse(value), spans)
     except ValueError as error:
-        raise UserError(
-            f"Policy setting {text!r}: {value!r} is no value of {name}: {error}."
-        ) from None
+        why = str(error).rstrip(".")
+        raise UserError(f"Policy setting {text!r}: {value!r} is no value of {name}: {why}.") from None
 
 
 def check_settings(settings: Iterable[Setting], base: Policy) -> None:
