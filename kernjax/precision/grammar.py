@@ -51,7 +51,9 @@ def parse_setting(text: str) -> Setting:
         return Setting(name, leaf.parse(value), spans)
     except ValueError as error:
         why = str(error).rstrip(".")
-        raise UserError(f"Policy setting {text!r}: {value!r} is no value of {name}: {why}.") from None
+        raise UserError(
+            f"Policy setting {text!r}: {value!r} is no value of {name}: {why}."
+        ) from None
 
 
 def check_settings(settings: Iterable[Setting], base: Policy) -> None:
