@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from kernjax.model import Cache, Execution, ModelConfig, init_cache
 from kernjax.weights.sharding import RULES, cache_shardings
 
 _BATCH = RULES["batch"]
+_JAXLIB = tuple(int(part) for part in version("jaxlib").split(".")[:2])
 
 
 class Placement:
@@ -40,8 +42,7 @@ class Placement:
         cache, `b` with the batch as its first axis. Left to the compiler, attention, which goes
         over sequences one by one, would bring all of them to every device.
         """
-        # The mixture of experts divides the whole mesh by itself.
-        if self._mesh is None or self._mesh.shape[_BATCH] == 1 or self._config.moe is not None:
+        if not self.is_split:
             return function
         cache = jax.tree.map(lambda sharding: _only_batch(sharding.spec), self.cache)
         specs = {"w": PartitionSpec(), "b": PartitionSpec(_BATCH), "c": cache}
@@ -54,6 +55,17 @@ class Placement:
             axis_names={_BATCH},
             check_vma=False,
         )
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the parts of `data` run by themselves; if not, the compiler divides the work."""
+        if self._mesh is None or self._mesh.shape[_BATCH] == 1:
+            return False
+        others = sum(size > 1 for axis, size in self._mesh.shape.items() if axis != _BATCH)
+        # The mixture of experts divides the whole mesh by itself. XLA of jaxlib 0.12 ends the
+        # process over the embedding's gather (a failed check in ExpandDeviceGroupsWithIota) where
+        # two more axes are left to it.
+        return self._config.moe is None and (others < 2 or _JAXLIB < (0, 11))
 
     def filled(self, batch: int) -> int:
         """The least number of sequences, at least `batch`, that the mesh can split."""
