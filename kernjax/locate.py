@@ -67,9 +67,9 @@ def main(args: list[str]) -> int:
             "Expected --policy or --kernel.",
             "For example: python -m kernjax.locate --policy=fp8",
         )
+    from kernjax.base.files import write_text
     from kernjax.plugins import load_kernels
     from kernjax.precision import parse_policy
-    from kernjax.reporting.json import write_text
     from kernjax.reporting.locate import locate_line, locate_markdown
     from kernjax.scoring.session import Session, default_reference
     from kernjax.scoring.substitution import Substitution

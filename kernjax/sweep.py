@@ -60,10 +60,10 @@ def main(args: list[str]) -> int:
     del args
     began = time.monotonic()
     formats = _formats()
+    from kernjax.base.files import write_text
     from kernjax.judge import Band, compare
     from kernjax.judge.sweep import conclude, measure
     from kernjax.precision import parse_policy
-    from kernjax.reporting.json import write_text
     from kernjax.reporting.sweep import has_matplotlib, plot_sweep, sweep_line, sweep_markdown
     from kernjax.scoring.session import Session, default_band, default_reference
 

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernjax.experiments import stochastic
-from kernjax.experiments.prefill import capacity_for, prefill
+from kernjax.experiments.prefill import prefill
+from kernjax.model import capacity_for
 from kernjax.plugins import Kernel
 from kernjax.precision import Policy, parse_policy
 from kernjax.precision.grammar import parse_setting

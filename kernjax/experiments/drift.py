@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kernjax.experiments.attention import OP, STOCHASTIC, settings_of
-from kernjax.experiments.prefill import capacity_for, prefill
+from kernjax.experiments.prefill import prefill
 from kernjax.judge import metrics
+from kernjax.model import capacity_for
 from kernjax.plugins import Kernel
 from kernjax.precision import Policy, parse_policy
 from kernjax.precision.policy import apply

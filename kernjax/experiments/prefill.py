@@ -12,13 +12,6 @@ from flax import nnx
 from kernjax.model import Cache, forward, init_cache, logits
 from kernjax.scoring.producer import JaxProducer
 
-_CAPACITY_STEP = 512
-
-
-def capacity_for(tokens: int) -> int:
-    """Cache slots for so many tokens: lengths close to each other share their programs."""
-    return -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
-
 
 def prefill(
     producer: JaxProducer, tokens: np.ndarray, capacity: int, tail: int = 1

@@ -16,8 +16,8 @@ import numpy as np
 from flax import nnx
 
 from kernjax.experiments.divergence import full_kl
-from kernjax.experiments.prefill import capacity_for, prefill
-from kernjax.model import forward, logits
+from kernjax.experiments.prefill import prefill
+from kernjax.model import capacity_for, forward, logits
 from kernjax.precision import Policy, parse_policy
 from kernjax.precision.grammar import parse_setting
 from kernjax.precision.policy import apply

@@ -1,6 +1,7 @@
 """The hybrid decoder: config, parameters, cache, forward pass."""
 
 from kernjax.model.cache import Cache as Cache
+from kernjax.model.cache import capacity_for as capacity_for
 from kernjax.model.cache import init_cache as init_cache
 from kernjax.model.config import ModelConfig as ModelConfig
 from kernjax.model.decoder import Captured as Captured

@@ -36,6 +36,14 @@ class Cache:
         return self.keys.shape[2]
 
 
+_CAPACITY_STEP = 512
+
+
+def capacity_for(tokens: int) -> int:
+    """Cache slots for so many tokens: lengths close to each other share their programs."""
+    return -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
+
+
 def init_cache(config: ModelConfig, execution: Execution, batch: int, capacity: int) -> Cache:
     """An empty cache for `batch` sequences of at most `capacity` tokens."""
     full = config.layer_types.count("full_attention")

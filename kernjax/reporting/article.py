@@ -91,10 +91,11 @@ def _twin(name: str, undone: Recording, one: Recording) -> dict[str, Any]:
     The logits' error is that of the recorded ids (the reference's first ones), their common shift
     taken out, root mean square over ids and decode rows.
     """
-    rows = _decoded(compare(undone, one))
+    comparison = compare(undone, one)
+    rows = _decoded(comparison)
     change = one.top_logprobs[rows].astype(np.float64) - undone.top_logprobs[rows]
     change -= change.mean(axis=1, keepdims=True)
-    kl = compare(undone, one).kl[rows]
+    kl = comparison.kl[rows]
     return {
         "format": name,
         "logits_rms": float(np.sqrt(np.mean(change * change))),

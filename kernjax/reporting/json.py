@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from kernjax.judge.verdict import Verdict
@@ -68,21 +66,6 @@ def verdict_line(
     if "incumbent" in parties:
         value["incumbent"] = {**parties["incumbent"], "rows": verdict.incumbent}
     return plain({**value, **(more or {})})
-
-
-def write_text(path: Path, text: str) -> Path:
-    """Writes the file, whole or not at all; OSError as it comes."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return path
 
 
 def plain(value: Any) -> Any:

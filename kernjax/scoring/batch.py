@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from kernjax.model import Cache, Decoder, Execution, forward, init_cache, logits
+from kernjax.model import Cache, Decoder, Execution, capacity_for, forward, init_cache, logits
 from kernjax.scoring.placement import Placement
 from kernjax.scoring.positions import DECODE, PREFILL, RESCORE
 from kernjax.scoring.programs import Program
@@ -26,7 +26,6 @@ from kernjax.scoring.routes import TOKEN_ROUTE_IDS, route_rows
 from kernjax.scoring.rows import TOP_K, score_rows
 from kernjax.scoring.sketch import sketch
 
-_CAPACITY_STEP = 512
 # Depths below share the programs for decode and rescoring; an unused slot costs memory only.
 _LEAST_CAPACITY = 2560
 
@@ -326,7 +325,7 @@ def _decode_scan(graph, execution, variants, keep, params, which, tokens, cache,
 
 def _capacity(tokens: int) -> int:
     """Cache slots for so many tokens."""
-    return max(-(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP, _LEAST_CAPACITY)
+    return max(capacity_for(tokens), _LEAST_CAPACITY)
 
 
 def _width(columns: int) -> int:

@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kernjax.model import forward, init_cache, logits
+from kernjax.model import capacity_for, forward, init_cache, logits
 from kernjax.scoring.producer import JaxProducer
-
-_CAPACITY_STEP = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +31,7 @@ def continued(producer: JaxProducer, prompts: np.ndarray, steps: int) -> Continu
     batch, length = prompts.shape
     graph, params = nnx.split(producer.decoder)
     execution, window = producer.execution, producer.policy.prefill_window
-    capacity = -(-(length + steps) // _CAPACITY_STEP) * _CAPACITY_STEP
+    capacity = capacity_for(length + steps)
     cache = init_cache(producer.config, execution, batch, capacity)
     prefill = jax.jit(functools.partial(_prefill, graph, execution), donate_argnums=2)
     for start in range(0, length, window):

@@ -17,12 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kernjax.model import Cache, Execution, forward, init_cache, one_layer, run_layer
+from kernjax.model import Cache, Execution, capacity_for, forward, init_cache, one_layer, run_layer
 from kernjax.model.execution import LayerPlan
 from kernjax.scoring.producer import JaxProducer
 from pallas_kernels.formats import store
-
-_CAPACITY_STEP = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +70,7 @@ class LayerBench:
     def _layer_inputs(self) -> np.ndarray:
         """float32 [layers, tokens, D]: the residual stream before every layer."""
         execution, config = self._execution, self._base.config
-        cache = init_cache(config, execution, 1, _capacity(self._tokens.shape[1]))
+        cache = init_cache(config, execution, 1, capacity_for(self._tokens.shape[1]))
         prefill = jax.jit(functools.partial(_captured, self._graph, execution, False))
         step = jax.jit(functools.partial(_decoded, self._graph, execution))
         embedded = store(self._base.decoder.embed[...][self._tokens], execution.top.activations)
@@ -102,7 +100,7 @@ class LayerBench:
         execution = Execution(self._execution.top, (plan,))
         index = jnp.int32(config.stacks[stack].index(layer))
         alone = one_layer(config, config.layer_types[layer])
-        cache = init_cache(alone, execution, 1, _capacity(self._tokens.shape[1]))
+        cache = init_cache(alone, execution, 1, capacity_for(self._tokens.shape[1]))
         run = self._compile(stack, execution, _layer_prefill)
         x, kept, parts = self._inputs[layer][None], self._kept(layer), []
         for start, stop in self._windows():
@@ -139,10 +137,6 @@ class LayerBench:
     @property
     def _stream(self) -> jnp.dtype:
         return self._execution.container(lambda policy: policy.activations)
-
-
-def _capacity(tokens: int) -> int:
-    return -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
 
 
 def _captured(graph, execution, decode, params, cache, tokens):

@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kernjax.model import forward, init_cache
+from kernjax.model import capacity_for, forward, init_cache
 from kernjax.scoring.producer import JaxProducer
-
-_CAPACITY_STEP = 512
 
 
 class Probe:
@@ -33,7 +31,7 @@ class Probe:
         Returns float32 `stream` [layers, B, D], the residual stream after every layer at that
         step, and `state` [recurrent layers, B, Hv, K, V] as stored after it.
         """
-        capacity = -(-(context_len + 1) // _CAPACITY_STEP) * _CAPACITY_STEP
+        capacity = capacity_for(context_len + 1)
         cache = init_cache(self.config, self._execution, len(tokens), capacity)
         for start in range(0, context_len, self._window):
             stop = min(start + self._window, context_len)

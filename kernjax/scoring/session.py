@@ -41,7 +41,7 @@ def _bundled(model: str, corpus: str, what: str, name: str) -> str:
         raise UserError(
             f"--{what} is missing, and there is none bundled for --model={model}"
             f" --corpus={corpus}.",
-            "The demo's own are bundled for its corpus `demo`.",
+            "The demo's own are bundled for its corpora `demo` and `demo-deep`.",
             "Make one: kernjax.record --policy=f32 for a reference, kernjax.calibrate for a band.",
         )
     return str(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from kernjax.base.errors import UserError
+from kernjax.base.files import write_text
 from kernjax.model.config import ModelConfig
 from kernjax.model.params import leaves
 from kernjax.pods import Pod
@@ -101,7 +101,7 @@ def _begin(source: Path, out: Path, overwrite: bool) -> str:
         )
     out.mkdir(parents=True, exist_ok=True)
     word = secrets.token_hex(16)
-    _write(out / UNFINISHED, word)  # first: from here on it does not load
+    write_text(out / UNFINISHED, word)  # first: from here on it does not load
     for path in out.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -114,15 +114,5 @@ def _begin(source: Path, out: Path, overwrite: bool) -> str:
 
 
 def _end(out: Path, told: Mapping[str, Any]) -> None:
-    _write(out / SUMMARY, json.dumps(told, indent=1, sort_keys=True) + "\n")
+    write_text(out / SUMMARY, json.dumps(told, indent=1, sort_keys=True) + "\n")
     (out / UNFINISHED).unlink()
-
-
-def _write(path: Path, text: str) -> None:
-    """A file that is whole, and on the disk, or not there."""
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
