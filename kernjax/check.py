@@ -37,6 +37,7 @@ from typing import Any
 
 from kernjax.base import command
 from kernjax.base.errors import UserError
+from kernjax.base.showing import for_logs
 
 FLAGS = command.Flags("check", __doc__)
 _POLICY = FLAGS.string("policy", None, "The candidate's policy, e.g. fp8_scaled.")
@@ -91,6 +92,7 @@ def main(args: list[str]) -> int:
     )
     from kernjax.reporting.annotations import annotations, wanted
     from kernjax.reporting.figures import figures
+    from kernjax.reporting.layout import table
     from kernjax.scoring.runs import Runs
 
     _check_flags()
@@ -130,6 +132,8 @@ def main(args: list[str]) -> int:
         forced = runs.same_experts and _twin_table(compare(reference, runs.same_experts))
     wall_s = time.monotonic() - began
     more: dict[str, Any] = {"command": _as_typed(), "runs": runs.costs, "notes": runs.notes}
+    if runs.cost:
+        more["cost"] = runs.cost
     if twin is not None:
         more["twin"] = twin
     if changes:
@@ -148,11 +152,12 @@ def main(args: list[str]) -> int:
     ):
         if rows:
             print(f"{title}: KL by kind and depth")
-        for row in rows or []:
-            print(
-                f"  {row['kind']:8} {row['context_len']:>7}  median {row['kl_median']:.2e}"
-                f"  mean {row['kl_mean']:.2e}"
-            )
+            lines = [
+                [row["kind"], str(row["context_len"])]
+                + [f"{row[k]:.2e}" for k in ("kl_median", "kl_mean")]
+                for row in rows
+            ]
+            print(for_logs(table(["kind", "context", "median", "mean"], lines)))
     if wanted():
         sys.stdout.flush()
         print(*annotations(verdict), sep="\n", file=sys.stderr)
@@ -228,9 +233,11 @@ def _run_candidate(reference_path: str, folder: Path) -> Any:
     from kernjax.base.progress import Meter
     from kernjax.plugins import load_kernels
     from kernjax.precision import parse_policy
+    from kernjax.scoring.cost import Cost
     from kernjax.scoring.lenses import Lenses, run_lenses
     from kernjax.scoring.session import Session
 
+    cost = Cost()
     production = parse_policy(_PRODUCTION.value)
     policy = parse_policy(_POLICY.value) if _POLICY.value else production
     kernels = load_kernels(_KERNEL.value)
@@ -264,6 +271,7 @@ def _run_candidate(reference_path: str, folder: Path) -> Any:
     ]
     if _GREEDY.value:
         runs.notes += _greedy_notes(session, policy, production, kernels)
+    runs.cost = cost.to_dict()
     return runs
 
 

@@ -3,9 +3,9 @@
   python -m kernjax.report --verdict=out/fp8 --output_dir=out/fp8
   python -m kernjax.report --verdict=out/fp8/verdict.json --output_dir=out/page \\
       --locate=out/where --sweep=out/p
-  python -m kernjax.report --figures --recordings=out/table/demo --output_dir=out/figures
+  python -m kernjax.report --figures --corpus=demo-deep --output_dir=out/figures
   python -m kernjax.report --figures --model=DIR --corpus=MANIFEST --reference=out/ref \\
-      --recordings=out/article --output_dir=out/figures
+      --recordings=out/article --record --output_dir=out/figures
 
 --verdict is the directory that `kernjax.check --output_dir` wrote, or its verdict.json;
 figures.json beside it holds what the charts of single positions need. Written are report.html (one
@@ -21,9 +21,11 @@ The page needs jinja2: pip install 'kernjax[report]'; --nopage leaves it out.
 attention layer's error and the logits' by P format; the state after one decode step by bits; KL by
 depth and P format, absolute and over production; margin against KL and flips by margin for an
 equally right implementation, direct fp8 and a state of 4 bits; where greedy texts part. Recordings
-below --recordings are found by their policy (those of `kernjax.demo.table`, say), missing ones are
-made there; three short runs need the model, --nomodel_runs leaves them out. Written are article.md,
-article.json and the pictures (SVG).
+below --recordings are found by their policy (those of `kernjax.demo.table`, say), and so are the
+demo's bundled ones. What nobody recorded is named and not drawn; --record makes it (production, P
+in f32 and two formats, three variants: six runs of the corpus at most), below --recordings or in
+OUTPUT_DIR/recordings. Three short runs need the model, --nomodel_runs leaves them out. Written are
+article.md, article.json and the pictures (SVG).
 
 The first word on standard output is the verdict (or FIGURES), the last line one JSON object with
 the files. Exit codes: 0 written, whatever the verdict · 3 could not read or write.
@@ -45,7 +47,8 @@ _SWEEP = FLAGS.string("sweep", None, "A sweep.json, or its directory: adds the k
 _PAGE = FLAGS.boolean("page", True, "Also the HTML page; --nopage: the other files only.")
 FLAGS.heading("The article's figures")
 _FIGURES = FLAGS.boolean("figures", False, "Draws them instead of a verdict.")
-_RECORDINGS = FLAGS.string("recordings", None, "Directory of recordings; missing ones are made.")
+_RECORDINGS = FLAGS.string("recordings", None, "Directory of recordings; default: the demo's own.")
+_RECORD = FLAGS.boolean("record", False, "Makes the recordings that are missing.")
 _MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
 _CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
 _REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
@@ -94,6 +97,25 @@ def _redraw() -> int:
     return command.EXIT_PASS
 
 
+def _made_in() -> Path:
+    """Where recordings are made that are missing."""
+    return Path(_RECORDINGS.value or Path(_OUTPUT_DIR.value) / "recordings")
+
+
+def _places() -> list[Path]:
+    """Where recordings are looked for; UserError for a directory that is not there."""
+    from kernjax.base.resources import demo_recording
+
+    if _RECORDINGS.value and not _RECORD.value and not Path(_RECORDINGS.value).is_dir():
+        raise UserError(
+            f"--recordings={_RECORDINGS.value}: there is no such directory.",
+            "One with recordings of this model on this corpus, made with --reference.",
+            "Look at its name, or let --record make the recordings there.",
+        )
+    bundled = [] if _REFERENCE.value else [demo_recording("")]
+    return [_made_in(), *bundled]
+
+
 def _draw_figures() -> int:
     from kernjax.base.progress import Meter
     from kernjax.experiments import article as model
@@ -104,11 +126,7 @@ def _draw_figures() -> int:
     from kernjax.reporting.pictures import picture
     from kernjax.scoring.session import Session, default_reference
 
-    if not _RECORDINGS.value:
-        raise UserError(
-            "--recordings is missing.",
-            "The directory whose recordings are drawn; those that it lacks are made there.",
-        )
+    places = _places()
     check_writable(_OUTPUT_DIR.value)
     production = parse_policy(_PRODUCTION.value)
     session = Session.open(
@@ -121,7 +139,8 @@ def _draw_figures() -> int:
     found = model.roles(
         session,
         production,
-        Path(_RECORDINGS.value),
+        places,
+        _made_in() if _RECORD.value else None,
         _LIMIT.value,
         lambda title: Meter(title, "tok"),
     )

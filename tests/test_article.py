@@ -117,10 +117,28 @@ def test_pictures_are_files_of_their_own_and_safe(data):
     assert "2 of 8" in text and "layer 2" in text
 
 
-def test_the_command_finds_recordings_by_their_policy(tmp_path, capsys, monkeypatch):
-    """Whatever they are called; what is not there is recorded."""
+def figures_of(*flags, out):
+    return run(report, "--figures", "--nomodel_runs", f"--output_dir={out}", *flags)
+
+
+def test_the_bundled_recordings_are_drawn_and_the_rest_named(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert figures_of(out=out) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("FIGURES")
+    assert "Not drawn, as nobody recorded it: P in fp8*448, P in fp8, state in 4 bits.\n" in said
+    data = json.loads((out / "article.json").read_text())
+    assert [v["name"] for v in data["variants"]] == ["chunks of 32"]
+    assert {e["format"] for e in data["depth"]} == {"f32", "bf16"}
+    assert {path.name for path in out.iterdir()} == {
+        "article.md", "article.json", "cdf.svg", "depth-code.svg", "over-code.svg",
+        "depth-prose.svg", "over-prose.svg", "scatter-1.svg", "flips.svg",
+    }  # fmt: skip
+
+
+def test_recordings_are_found_by_their_policy_and_made_if_asked(tmp_path, capsys, monkeypatch):
+    """Whatever they are called. Those that cover a part are drawn on that part."""
     monkeypatch.setattr(model, "P_FORMATS", ("bf16",))
-    monkeypatch.setattr(model, "VARIANTS", {"chunks of 32": "delta_rule.chunk=32"})
     folder, out = tmp_path / "recordings", tmp_path / "out"
     (folder / "deeper").mkdir(parents=True)
     for number, name in enumerate(("bf16", "p_f32", "block256", "f32")):
@@ -129,24 +147,49 @@ def test_the_command_finds_recordings_by_their_policy(tmp_path, capsys, monkeypa
     asked = []
 
     def record(session, policy, path, **keywords):
-        asked.append((str(policy), path.parent, keywords["limit"]))
-        return load_recording(demo_recording("demo.chunk32.zip"))
+        asked.append((str(policy), path, keywords["limit"]))
+        whole = load_recording(demo_recording("demo.chunk32.zip"))
+        return whole.select([s["id"] for s in whole.segments if s["id"][-1] in "12"])
 
     monkeypatch.setattr(Session, "record", record)
-    flags = ["--figures", "--recordings", str(folder), "--output_dir", str(out), "--limit=2"]
-    assert run(report, *flags, "--nomodel_runs") == 0
-    assert asked == [("bf16,delta_rule.chunk=32", folder, 2)]
+    monkeypatch.setattr(model, "VARIANTS", {"chunks of 16": "delta_rule.chunk=16"})
+    assert figures_of(f"--recordings={folder}", "--record", "--limit=2", out=out) == 0
+    policy = "bf16,delta_rule.chunk=16"
+    assert asked == [(policy, folder / policy, 2)]
     said = capsys.readouterr().out
-    assert said.startswith("FIGURES") and "KL by depth and P format" in said
+    assert "KL by depth and P format" in said and "Not drawn" not in said
+    data = json.loads((out / "article.json").read_text())
+    assert 0 < data["segments"] < data["of_segments"] == 64
+    assert f"Drawn on {data['segments']} of the reference's 64 segments" in said
+    assert data["variants"][0]["scatter"]["of"] == data["positions"]
     files = {path.rpartition("/")[2] for path in json.loads(said.splitlines()[-1])["files"]}
-    assert {"cdf.svg", "flips.svg", "article.md", "article.json"} <= files
     assert files == {path.name for path in out.iterdir()}
+
+
+def test_a_mistyped_directory_makes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Session, "record", lambda *args, **keywords: pytest.fail("recorded"))
+    out, typo, other = tmp_path / "out", tmp_path / "recordngs", tmp_path / "other"
+    for name in ("demo-deep.bf16.zip", "empty"):
+        (other / name).mkdir(parents=True)
+    (other / "demo-deep.bf16.zip").rmdir()
+    shutil.copy(demo_recording("demo-deep.bf16.zip"), other)
+    for folder, found in (
+        (typo, "there is no such directory"),
+        (other / "empty", "holds no recording"),
+        (other, "holds 1 recordings of something else"),
+    ):
+        assert figures_of(f"--recordings={folder}", out=out) == 3
+        message = capsys.readouterr().err
+        assert found in message and "--record" in message
+    assert not typo.exists() and not list(tmp_path.glob("out/*"))
+    assert figures_of("--production_policy=rpa_v3", out=out) == 3
+    assert "There is no recording of rpa_v3" in (message := capsys.readouterr().err)
+    assert "Found: " in message and "chunk32" in message
 
 
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--figures"], "--recordings is missing"),
         (["--figures", "--verdict=x"], "one only"),
         ([], "one only"),
     ],

@@ -189,7 +189,9 @@ def test_one_case_for_the_verdict_and_one_a_gate_row(verdict):
     assert found[0].get("name") == "verdict"
     names = [(case.get("classname"), case.get("name")) for case in found]
     assert len(set(names)) == len(names)
-    assert names[1:] == [(f"kernjax.check.{g.name}", g.stratum) for g in verdict.gates]
+    assert names[1:] == [
+        (f"kernjax.check.{g.name}", f"{g.name}: {g.stratum}") for g in verdict.gates
+    ]
     tags = {Outcome.FAIL: "failure", Outcome.INCONCLUSIVE: "error", Outcome.NOT_TESTED: "skipped"}
     outcomes = [verdict.outcome, *(gate.outcome for gate in verdict.gates)]
     for case, outcome in zip(found, outcomes, strict=True):
@@ -211,7 +213,7 @@ def test_only_a_pass_is_all_green():
 def test_a_failing_case_carries_its_numbers():
     gate = next(g for g in red().gates if g.name == "level" and g.outcome is Outcome.FAIL)
     _, found = cases(red())
-    text = next(c for c in found if c.get("name") == gate.stratum).find("failure").text
+    text = next(c for c in found if c.get("name") == f"level: {gate.stratum}").find("failure").text
     assert f"{gate.observed:.2f} [{gate.low:.2f}, {gate.high:.2f}]" in text
 
 

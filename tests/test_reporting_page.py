@@ -114,6 +114,7 @@ def test_the_page_says_it_all(make, drawn):
     verdict = make()
     line = {"command": "python -m kernjax.check --policy=fp8 --kernel=a=b:c", "wall_s": 12.0,
             "runs": [{"run": "candidate fp8", "tokens": 1000, "seconds": 2.0}],
+            "cost": {"compile_s": 61.0, "peak_memory_bytes": 3 * 2**29, "peak_device_bytes": None},
             "notes": ["greedy texts part"],
             "twin": [{"kind": "code", "context_len": 512, "kl_median": 1e-5, "kl_mean": 2e-5}],
             }  # fmt: skip
@@ -134,8 +135,12 @@ def test_the_page_says_it_all(make, drawn):
         assert head in heads, head
     assert "--policy=fp8\n--kernel=a=b:c" in heads
     locate = "python -m kernjax.locate --policy=fp8 --kernel=a=b:c"
-    assert (locate in words) == (make is not green)
+    assert locate not in words and f"By layer: {LOCATE['sentence']}." in words  # it was run
+    unlocated = Page(render_page(verdict, Extras(drawn, line))).words
+    assert (locate in unlocated) == (make is not green)
     assert "500 tokens/s" in words and "greedy texts part" in words
+    assert "61 s, summed over programs" in words and "1.50 GiB" in words
+    assert "fullest device" not in words
     assert sum(tag == "svg" for tag, _ in page.tags) == 8
     assert words.count("the knee is m7") == 1
 

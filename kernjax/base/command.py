@@ -47,6 +47,7 @@ from kernjax.base.errors import (
     UserError,
 )
 from kernjax.base.flags import Flags
+from kernjax.base.showing import for_logs
 
 __all__ = [
     "EXIT_COULD_NOT_JUDGE",
@@ -71,9 +72,10 @@ def print_json(value: Mapping[str, Any]) -> None:
     """Prints `value` as one line of JSON: the data that ends a command's standard output.
 
     NumPy scalars and arrays become numbers and lists, paths become text; JSON has no NaN and no
-    infinity, they become null.
+    infinity, they become null. No text in it is a command to the CI runner that reads the log.
     """
-    sys.stdout.write(json.dumps(_plain(value), allow_nan=False) + "\n")
+    line = json.dumps(_plain(value), allow_nan=False).replace("##[", "#\\u0023[")
+    sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
@@ -157,7 +159,7 @@ def explain(error: BaseException) -> str:
 def _log_to_stderr() -> None:
     if not log.handlers:
         handler = _StderrHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(_Lines("%(message)s"))
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         log.propagate = False
@@ -168,6 +170,13 @@ def _print_anything() -> None:
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:  # tests put other objects there
         reconfigure(errors="backslashreplace")
+
+
+class _Lines(logging.Formatter):
+    """Messages name files and segments that others wrote."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return for_logs(super().format(record))
 
 
 class _StderrHandler(logging.StreamHandler):
@@ -187,7 +196,7 @@ class _StderrHandler(logging.StreamHandler):
 
 def _report(name: str, message: str) -> None:
     try:
-        sys.stderr.write(f"{name}: {message}\n")
+        sys.stderr.write(for_logs(f"{name}: {message}\n"))
         sys.stderr.flush()
         print_json({"exit_code": EXIT_COULD_NOT_JUDGE, "error": message})
     except (OSError, ValueError):

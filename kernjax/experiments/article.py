@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,47 +44,120 @@ def changed(policy: Policy, *settings: str) -> Policy:
 def roles(
     session: Session,
     production: Policy,
-    folder: Path,
+    places: Sequence[Path],
+    make_in: Path | None = None,
     limit: int | None = None,
     announce: Announce = lambda title: lambda progress: None,
 ) -> Roles:
-    """The recordings of the figures: those in `folder`, whatever they are called, else made there.
+    """The recordings of the figures: those below `places`, whatever they are called.
 
     A recording is found by its policy, the reference whose ids it was scored at, and that no
-    plug-in took part.
+    plug-in took part. Those that are missing are made in `make_in`, or left out where that is None.
+    All are cut to the segments that each of them has. UserError where the first place is there
+    and holds none, or where there is none of `production`, against which all others are drawn.
     """
-    known = _found(session, folder)
+    known = _found(session, places, is_made=make_in is not None)
+    missing = []
 
-    def recording(policy: Policy) -> Recording:
+    def recording(policy: Policy, name: str) -> Recording | None:
         for other, one in known:
             if other == policy:
                 return one
-        out = folder / str(policy).replace("*", "x")
+        if make_in is None:
+            missing.append(name)
+            return None
+        out = make_in / str(policy).replace("*", "x")
         return session.record(policy, out, limit=limit, on_progress=announce(str(policy)))
 
-    return Roles(
-        recording(production),
-        recording(changed(production, "attention.p=f32")),
-        {name: recording(changed(production, f"attention.p={name}")) for name in P_FORMATS},
-        {name: recording(changed(production, text)) for name, text in VARIANTS.items()},
+    def found(wanted: Mapping[str, tuple[str, str]]) -> dict[str, Recording]:
+        made = {
+            name: recording(changed(production, setting), title)
+            for name, (setting, title) in wanted.items()
+        }
+        return {name: one for name, one in made.items() if one is not None}
+
+    main = recording(production, "production")
+    if main is None:
+        raise UserError(
+            f"There is no recording of {production} at the reference's ids below "
+            f"{' or '.join(map(str, places))}.",
+            f"Every figure is drawn against what production does. Found: {_listed(known)}.",
+            "Name another --recordings or --production_policy, or let --record make it.",
+        )
+    formats = found({name: (f"attention.p={name}", f"P in {name}") for name in P_FORMATS})
+    variants = found({name: (text, name) for name, text in VARIANTS.items()})
+    undone = recording(changed(production, "attention.p=f32"), "P in f32")
+    return _cut(Roles(main, undone, formats, variants, tuple(dict.fromkeys(missing))))
+
+
+def _listed(known: Sequence[tuple[Policy, Recording]]) -> str:
+    return ", ".join(sorted(str(policy) for policy, _ in known)) or "none"
+
+
+def _cut(roles: Roles) -> Roles:
+    """The roles on the segments that all of the recordings have; UserError where there is none."""
+
+    def ids(one: Recording) -> list[str]:
+        return [segment["id"] for segment in one.segments]
+
+    every = [roles.production, *roles.formats.values(), *roles.variants.values()]
+    every += [] if roles.undone is None else [roles.undone]
+    common = set.intersection(*(set(ids(one)) for one in every))
+    names = [name for name in ids(roles.production) if name in common]
+    if not names:
+        raise UserError(
+            "The recordings have no segment in common.",
+            "Figures compare what was recorded at the same positions.",
+            "Record them with the same --limit.",
+        )
+
+    def cut(one: Recording) -> Recording:
+        return one if ids(one) == names else one.select(names)
+
+    return dataclasses.replace(
+        roles,
+        production=cut(roles.production),
+        undone=None if roles.undone is None else cut(roles.undone),
+        formats={name: cut(one) for name, one in roles.formats.items()},
+        variants={name: cut(one) for name, one in roles.variants.items()},
     )
 
 
-def _found(session: Session, folder: Path) -> list[tuple[Policy, Recording]]:
-    """The recordings below `folder` (its entries and theirs) that fit the session's reference."""
-    found = []
-    for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
-        if not ((path / "complete.json").is_file() or path.suffix == ".zip"):
-            continue
-        try:
-            one = load_recording(path)
-            policy = Policy.from_dict(one.manifest["policy"])
-        except (UserError, KeyError):
-            continue  # broken, or of another engine: it is no producer of ours
-        fits = one.manifest["reference"] == session.reference.identity
-        if fits and not one.manifest["kernels"] and one.manifest["engine"] == "jax":
-            found.append((policy, one))
+def _found(
+    session: Session, places: Sequence[Path], is_made: bool
+) -> list[tuple[Policy, Recording]]:
+    """The recordings below `places` (their entries and theirs) that fit the session's reference.
+
+    UserError where the first place is there and holds none, unless they are to be made there.
+    """
+    found: list[tuple[Policy, Recording]] = []
+    for folder in places:
+        others = 0
+        for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
+            if (path / "complete.json").is_file() or path.suffix == ".zip":
+                one = _fitting(session, path)
+                found += [] if one is None else [one]
+                others += one is None
+        if not found and folder is places[0] and folder.is_dir() and not is_made:
+            what = f"{others} recordings of something else" if others else "no recording"
+            raise UserError(
+                f"{folder} holds {what}.",
+                f"Expected recordings of {session.model.name} on {session.corpus.name}, made with "
+                f"--reference={session.reference.path}.",
+                "Look at its name, or let --record make the recordings there.",
+            )
     return found
+
+
+def _fitting(session: Session, path: Path) -> tuple[Policy, Recording] | None:
+    try:
+        one = load_recording(path)
+        policy = Policy.from_dict(one.manifest["policy"])
+    except (UserError, KeyError):
+        return None  # broken, or of another engine: it is no producer of ours
+    fits = one.manifest["reference"] == session.reference.identity
+    fits = fits and not one.manifest["kernels"] and one.manifest["engine"] == "jax"
+    return (policy, one) if fits else None
 
 
 def measured(session: Session, production: Policy, steps: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from kernjax.base.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 from kernjax.judge import metrics, rules
 from kernjax.judge.band import Band
 from kernjax.judge.case import SEVERITIES, Case, Finding
+from kernjax.judge.changes import changes
 from kernjax.judge.comparison import PHASES, Comparison, label
 from kernjax.judge.gates import Gate, Outcome, decide
 from kernjax.judge.lenses import (
@@ -64,6 +65,8 @@ class Verdict:
     # By kind: decoded steps a segment, and the largest change of accuracy that KL allows over them.
     accuracy_bound: dict[str, tuple[float, float]] = field(default_factory=dict)
     differences: tuple[tuple[str, str, str], ...] = ()  # manifest field, reference, candidate
+    changed_from: str = ""  # what runs now: the incumbent, or the band's production policy
+    changes: tuple[tuple[str, str, str], ...] = ()  # field, there, candidate
     parties: dict[str, dict[str, Any]] = field(default_factory=dict)  # reference, candidate, ...
     deciding_phase: str = "decode"
     kl_upper: dict[str, float | None] | None = None  # where ids are missing: `kl` is the lower
@@ -168,6 +171,7 @@ def _judged(case: Case) -> Verdict:
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
 
     outcome = _outcome(findings)
+    changed_from, changed = changes(case)
     return Verdict(
         outcome=outcome,
         reason=_reason(case, outcome, alone if identical else None, findings),
@@ -192,6 +196,8 @@ def _judged(case: Case) -> Verdict:
         differences=tuple(
             manifest_differences(comparison.reference_manifest, comparison.candidate_manifest)
         ),
+        changed_from=changed_from,
+        changes=changed,
         parties=_parties(case),
         deciding_phase=PHASES[band.level],
     )

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from kernjax.judge.gates import Outcome
 from kernjax.judge.verdict import Verdict
 from kernjax.reporting.layout import safe, shorten
+from kernjax.reporting.summary import changed
 
 _LEVELS = {Outcome.FAIL: "error", Outcome.INCONCLUSIVE: "warning", Outcome.PASS: "notice"}
 _SEVERITIES = {"fail": "error", "inconclusive": "warning", "warning": "warning"}
 _MOST = 9  # the runner shows ten of a level and step; the verdict is one of them
-_LENGTH = 900
+_LENGTH = 900  # characters; the runner cuts a message at 4,096 bytes
 
 
 def wanted(environment: Mapping[str, str] = os.environ) -> bool:
@@ -26,7 +27,8 @@ def wanted(environment: Mapping[str, str] = os.environ) -> bool:
 
 def annotations(verdict: Verdict) -> list[str]:
     """The verdict, then what is worse than a note, worst first; one line each."""
-    lines = [_line(_LEVELS[verdict.outcome], f"kernjax: {verdict.outcome}", verdict.reason)]
+    text = f"{verdict.reason} What changed: {changed(verdict)}"
+    lines = [_line(_LEVELS[verdict.outcome], f"kernjax: {verdict.outcome}", text)]
     serious = [finding for finding in verdict.findings if finding.severity in _SEVERITIES]
     for finding in serious[:_MOST]:
         text = " ".join(part for part in (finding.text, finding.todo) if part)
@@ -41,4 +43,6 @@ def annotations(verdict: Verdict) -> list[str]:
 def _line(level: str, title: str, text: str) -> str:
     # `safe` leaves no line break; what the language itself uses is escaped its way.
     message = shorten(safe(text), _LENGTH).replace("%", "%25")
-    return f"::{level} title={title.replace('%', '%25').replace(':', '%3A')}::{message}"
+    for char, escape in (("%", "%25"), (":", "%3A"), (",", "%2C")):
+        title = title.replace(char, escape)
+    return f"::{level} title={title}::{message}"

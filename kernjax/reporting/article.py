@@ -38,26 +38,34 @@ class Roles:
     """
 
     production: Recording
-    undone: Recording  # production with P in float32
+    undone: Recording | None  # production with P in float32; without it there is no twin lens
     formats: Mapping[str, Recording]
-    variants: Mapping[str, Recording]  # three, for the scatter and the flips
+    variants: Mapping[str, Recording]  # for the scatter and the flips
+    missing: tuple[str, ...] = ()  # what nobody recorded, and is not drawn
 
 
 def numbers(reference: Recording, roles: Roles) -> dict[str, Any]:
     """All that recordings can tell; plain JSON values."""
-    by_format = {name: compare(reference, one) for name, one in roles.formats.items()}
+    widest = {} if roles.undone is None else {"f32": roles.undone}
+    by_format = {name: compare(reference, one) for name, one in {**widest, **roles.formats}.items()}
     production = compare(reference, roles.production)
     variants = {name: compare(reference, one) for name, one in roles.variants.items()}
     kinds = sorted({segment.kind for segment in production.segments})
     return {
         "schema_version": SCHEMA_VERSION,
         "kinds": kinds,
+        "positions": int(_decoded(production).sum()),
+        "segments": len(roles.production.segments),
+        "of_segments": len(reference.segments),
+        "missing": list(roles.missing),
         "cdf": [_cdf(production, kind) for kind in kinds],
-        "twin": [_twin(name, roles.undone, one) for name, one in roles.formats.items()],
+        "twin": [
+            _twin(name, roles.undone, one)
+            for name, one in roles.formats.items()
+            if roles.undone is not None
+        ],
         "depth": [
-            entry
-            for name, one in {"f32": compare(reference, roles.undone), **by_format}.items()
-            for entry in _by_depth(name, one, production)
+            entry for name, one in by_format.items() for entry in _by_depth(name, one, production)
         ],
         "variants": [_variant(name, one, kinds) for name, one in variants.items()],
     }
@@ -160,42 +168,6 @@ def _variant(name: str, comparison: Comparison, kinds: list[str]) -> dict[str, A
     }
 
 
-def article_markdown(data: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
-    """The document's part: pictures (name -> file), then tables, one section a figure."""
-    sections = [
-        ("How the normal difference is distributed", _tell_cdf(data)),
-        ("P formats: the first attention layer and the logits", _tell_twin(data)),
-        ("The state after one decode step", _tell_state(data)),
-        ("KL by depth and P format", _tell_depth(data)),
-        ("Margin, KL and flips", _tell_flips(data)),
-        ("Greedy texts", _tell_greedy(data)),
-    ]
-    parts = []
-    for title, text in sections:
-        if text:
-            shown = [
-                f"![{name}]({file})" for name, file in pictures.items() if _place(name) == title
-            ]
-            parts += [f"## {title}", *([" ".join(shown)] if shown else []), text]
-    return "\n\n".join(parts) + "\n"
-
-
-_PLACES = {
-    "cdf": "How the normal difference is distributed",
-    "first_layer": "P formats: the first attention layer and the logits",
-    "state": "The state after one decode step",
-    "depth": "KL by depth and P format",
-    "over": "KL by depth and P format",
-    "scatter": "Margin, KL and flips",
-    "flips": "Margin, KL and flips",
-}
-
-
-def _place(picture: str) -> str:
-    """The section of a picture, by the first part of its name."""
-    return _PLACES[picture.partition("-")[0]]
-
-
 def _tell_cdf(data: Mapping[str, Any]) -> str:
     rows = [
         [c["kind"], nats(c["median"]), nats(c["mean"]), nats(c["max"]), str(c["zeros"])]
@@ -207,6 +179,8 @@ def _tell_cdf(data: Mapping[str, Any]) -> str:
 
 
 def _tell_twin(data: Mapping[str, Any]) -> str:
+    if not data["twin"]:
+        return ""
     local = data.get("first_layer") or {}
     rows = [
         [
@@ -250,6 +224,8 @@ def _tell_depth(data: Mapping[str, Any]) -> str:
 
 
 def _tell_flips(data: Mapping[str, Any]) -> str:
+    if not data["variants"]:
+        return ""
     used = [i for i, b in enumerate(data["variants"][0]["bins"]) if b["positions"]]
     rows = []
     for i in used:
@@ -287,3 +263,38 @@ def _tell_greedy(data: Mapping[str, Any]) -> str:
         f"Greedy texts of {found['steps']} tokens beside the ground truth's, from the same "
         f"prompts:\n\n{table(header, rows)}"
     )
+
+
+_SECTIONS = (
+    ("How the normal difference is distributed", ("cdf",), _tell_cdf),
+    ("P formats: the first attention layer and the logits", ("first_layer",), _tell_twin),
+    ("The state after one decode step", ("state",), _tell_state),
+    ("KL by depth and P format", ("depth", "over"), _tell_depth),
+    ("Margin, KL and flips", ("scatter", "flips"), _tell_flips),
+    ("Greedy texts", (), _tell_greedy),
+)
+"""Title, the pictures under it (by the first part of their names), the text."""
+
+
+def article_markdown(data: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
+    """The document's part: pictures (name -> file), then tables, one section a figure.
+
+    It begins with what is not drawn for lack of a recording.
+    """
+    parts = []
+    if data["segments"] < data["of_segments"]:
+        parts.append(
+            f"Drawn on {data['segments']} of the reference's {data['of_segments']} segments: all "
+            "that every recording has."
+        )
+    if data["missing"]:
+        parts.append(f"Not drawn, as nobody recorded it: {', '.join(data['missing'])}.")
+    for title, prefixes, tell in _SECTIONS:
+        shown = [
+            f"![{name}]({file})"
+            for name, file in pictures.items()
+            if name.partition("-")[0] in prefixes
+        ]
+        if text := tell(data):
+            parts += [f"## {title}", *([" ".join(shown)] if shown else []), text]
+    return "\n\n".join(parts) + "\n"

@@ -13,7 +13,7 @@ from kernjax.reporting.svg import Chart, Scale
 def article_drawings(data: Mapping[str, Any]) -> dict[str, Drawing]:
     """Name -> drawing of everything that `data` has numbers for."""
     found = {"cdf": _cdf(data)}
-    if data.get("first_layer"):
+    if data.get("first_layer") and data["twin"]:
         found["first_layer"] = _first_layer(data)
     if data.get("state"):
         found["state"] = _state(data["state"])
@@ -24,7 +24,8 @@ def article_drawings(data: Mapping[str, Any]) -> dict[str, Drawing]:
         drawing = scatter_chart(variant["scatter"], data["kinds"], f"{variant['name']}: margin, KL")
         if drawing is not None:
             found[f"scatter-{number}"] = drawing
-    found["flips"] = _flips(data)
+    if data["variants"]:
+        found["flips"] = _flips(data)
     return found
 
 

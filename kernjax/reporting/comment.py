@@ -13,6 +13,7 @@ from kernjax.judge.gates import Gate, Outcome
 from kernjax.judge.verdict import Verdict
 from kernjax.reporting.layout import interval, number, ratio, safe, shorten
 from kernjax.reporting.markdown import nats, table
+from kernjax.reporting.summary import HEADLINES, in_short
 
 _ROWS = 40
 _FINDINGS = 8
@@ -26,7 +27,8 @@ def render_markdown(verdict: Verdict) -> str:
     """The whole comment; ends in a newline."""
     parts = [
         f"## kernjax: {verdict.outcome}",
-        prose(verdict.reason),
+        f"**{HEADLINES[verdict.outcome]}** {prose(verdict.reason)}",
+        "\n".join(f"- **{question}**: {prose(answer)}" for question, answer in in_short(verdict)),
         *_findings(verdict),
         _strata(verdict),
         _open_gates(verdict),

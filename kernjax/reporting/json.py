@@ -49,6 +49,8 @@ def verdict_line(
         "perplexity": verdict.perplexity,
         "accuracy_bound": verdict.accuracy_bound,
         "differences": verdict.differences,
+        "changed_from": verdict.changed_from,
+        "changes": verdict.changes,
         "reference": parties["reference"],
         "candidate": parties["candidate"],
         "band": parties["band"],

@@ -2,7 +2,12 @@
 
 What a FAIL gate is, is a `failure`; INCONCLUSIVE is an `error` (the test could not decide), never
 a pass or a skip, as no list of tests may look greener than the verdict; what was not tested is
-`skipped`. The report tabs of GitLab, Jenkins and Buildkite show the numbers of each case.
+`skipped`.
+
+There is no one JUnit format. What is here is what its readers share: Jenkins's xUnit schema (in
+which `skipped` is no attribute of `testsuites`), GitLab (which shows the text of a mark and not its
+`message`, a case's `name` without its `classname`, and of equal names only the first), Buildkite
+(`classname` and `name` are required).
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from xml.etree import ElementTree as Xml
 from kernjax.judge.gates import Gate, Outcome
 from kernjax.judge.verdict import Verdict
 from kernjax.reporting.layout import interval, number, ratio, safe, shorten
+from kernjax.reporting.summary import in_short
 
 _SUITE = "kernjax.check"
 _TAGS = {
@@ -34,12 +40,14 @@ def render_junit(verdict: Verdict, wall_s: float | None = None) -> str:
     _case(suite, _SUITE, "verdict", verdict.outcome, verdict.reason, _story(verdict), seconds)
     for gate in verdict.gates:
         text = _numbers(gate)
-        _case(suite, f"{_SUITE}.{gate.name}", gate.stratum, gate.outcome, text, text, "0.000")
+        name = f"{gate.name}: {gate.stratum}"
+        _case(suite, f"{_SUITE}.{gate.name}", name, gate.outcome, text, text, "0.000")
     for element in (root, suite):
         element.set("tests", str(1 + len(verdict.gates)))
-        for key, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        for key, tag in (("failures", "failure"), ("errors", "error")):
             element.set(key, str(len(suite.findall(f"testcase/{tag}"))))
         element.set("time", seconds)
+    suite.set("skipped", str(len(suite.findall("testcase/skipped"))))
     Xml.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + Xml.tostring(root, "unicode") + "\n"
 
@@ -51,9 +59,7 @@ def _case(
     if outcome in _TAGS:
         tag = _TAGS[outcome]
         message = shorten(safe(short), _MESSAGE)
-        mark = Xml.SubElement(case, tag, message=message, type=str(outcome))
-        if tag != "skipped":
-            mark.text = text
+        Xml.SubElement(case, tag, message=message, type=str(outcome)).text = text
     else:
         Xml.SubElement(case, "system-out").text = text
 
@@ -61,6 +67,7 @@ def _case(
 def _story(verdict: Verdict) -> str:
     """Every finding with what to do about it, a paragraph each."""
     lines = [f"{verdict.outcome}: {safe(verdict.reason)}"]
+    lines += [f"{question}: {safe(answer)}" for question, answer in in_short(verdict)]
     for finding in verdict.findings:
         lines.append(f"{finding.severity}: {safe(finding.text)} {safe(finding.todo)}".rstrip())
         if finding.command:

@@ -6,25 +6,9 @@ import math
 import textwrap
 from collections.abc import Sequence
 
+from kernjax.base.showing import safe as safe
+
 WIDTH = 100
-
-
-def safe(text: object) -> str:
-    """The text with everything escaped that could move a cursor or hide: control, bidi, newline.
-
-    Names come from files and directories that others wrote; a report is read in terminals.
-    """
-    shown = []
-    for char in str(text):
-        code = ord(char)
-        if char.isprintable():
-            shown.append(char)
-        else:
-            shown.append(
-                f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536
-                else f"\\U{code:08x}"
-            )  # fmt: skip
-    return "".join(shown)
 
 
 def shorten(text: str, width: int) -> str:

@@ -186,6 +186,7 @@ def verdict_of(line: Mapping[str, Any]) -> Verdict:
             "isolated_laws": _rows(IsolatedLaw, isolated.get("laws", ())),
             "incumbent": _rows(IncumbentRow, incumbent.get("rows", ())),
             "differences": tuple(tuple(map(str, row)) for row in line["differences"]),
+            "changes": tuple(tuple(map(str, row)) for row in line.get("changes", ())),
             "parties": parties,
         },
     )
@@ -193,8 +194,9 @@ def verdict_of(line: Mapping[str, Any]) -> Verdict:
         for pair in getattr(verdict, name).values():
             if len(pair) != 2 or not all(v is None or isinstance(v, int | float) for v in pair):
                 raise ValueError(f"{name} is not made of pairs of numbers")
-    if any(len(row) != 3 for row in verdict.differences):
-        raise ValueError("differences is not made of triples")
+    for name in ("differences", "changes"):
+        if any(len(row) != 3 for row in getattr(verdict, name)):
+            raise ValueError(f"{name} is not made of triples")
     if line.get("exit_code") != verdict.exit_code:
         raise ValueError(f"exit_code is {line.get('exit_code')!r} beside {verdict.outcome}")
     return verdict

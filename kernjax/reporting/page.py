@@ -18,6 +18,7 @@ from kernjax.judge.verdict import Verdict
 from kernjax.reporting import charts
 from kernjax.reporting.layout import interval, number, ratio, safe, shorten
 from kernjax.reporting.markdown import nats
+from kernjax.reporting.summary import GATES, HEADLINES, first_step, in_short
 
 _TEMPLATE = "page.html"
 _TEXT = 3000
@@ -90,13 +91,22 @@ def _values(verdict: Verdict, extras: Extras) -> dict[str, Any]:
     if extras.sweep:
         causes.append((charts.knee(extras.sweep), extras.sweep["sentence"]))
     command = str(extras.line.get("command") or "")
-    first = next((f for f in verdict.findings if f.command or f.todo), None)
+    first = first_step(verdict)
+    step = first.command if first else ""
     return {
         "verdict": verdict,
         "outcome": str(verdict.outcome),
-        "next": first,
-        "locate": "" if first and _LOCATE in first.command else _locate_command(verdict, command),
+        "headline": HEADLINES[verdict.outcome],
+        "short": in_short(verdict, extras.locate),
+        "step": step,
+        "locate": "" if extras.locate or _LOCATE in step else _locate_command(verdict, command),
+        "gate_names": [
+            (name, text)
+            for name, text in GATES.items()
+            if any(g.name == name for g in verdict.gates)
+        ],
         "sure": _sure(verdict),
+        "normal_flips": _normal_flips(verdict),
         "labels": [
             show(verdict.parties.get(name, {}).get("label", "-"), 200)
             for name in ("candidate", "reference")
@@ -165,6 +175,12 @@ def _sure(verdict: Verdict) -> list[dict[str, str]]:
     return rows
 
 
+def _normal_flips(verdict: Verdict) -> str | None:
+    """The normal producers' first choices that changed, on the same positions."""
+    known = [bin.normal_flips for bin in verdict.margin_bins]
+    return None if not known or None in known else number(sum(known))
+
+
 def _parties(verdict: Verdict) -> list[tuple[str, str, str]]:
     rows = []
     for name in ("candidate", "reference", "isolated", "incumbent", "repeat"):
@@ -179,9 +195,11 @@ def _parties(verdict: Verdict) -> list[tuple[str, str, str]]:
 
 def _scope(verdict: Verdict) -> str:
     reference = verdict.parties.get("reference", {})
-    names = [show(reference[key], 80) for key in ("model", "corpus") if reference.get(key)]
+    names = [
+        f"{key} {show(reference[key], 80)}" for key in ("model", "corpus") if reference.get(key)
+    ]
     return (
-        f"{' on '.join(names) + ': ' if names else ''}{verdict.positions} "
+        f"{', '.join(names) + ': ' if names else ''}{verdict.positions} "
         f"{verdict.deciding_phase} positions in {verdict.segments} segments, every kind up to "
         f"context {verdict.up_to_context}"
     )
@@ -293,6 +311,13 @@ def _cost(line: Mapping[str, Any]) -> list[tuple[str, str]]:
         rate = f", {tokens / seconds:,.0f} tokens/s" if seconds else ""
         text = f"{number(tokens)} tokens in {number(seconds)} s{rate}, compilation included"
         rows.append((show(run["run"], _NAME), text))
+    cost = line.get("cost") or {}
+    if cost.get("compile_s") is not None:
+        text = f"{number(cost['compile_s'])} s, summed over programs that compile side by side"
+        rows.append(("compilation", text))
+    for name, key in (("process", "peak_memory_bytes"), ("fullest device", "peak_device_bytes")):
+        if cost.get(key) is not None:
+            rows.append((f"peak memory, {name}", f"{cost[key] / 2**30:.2f} GiB"))
     if line.get("wall_s") is not None:
         rows.append(("the whole command", f"{number(line['wall_s'])} s"))
     return rows

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from kernjax.base.showing import for_logs
 from kernjax.judge.gates import Gate, Outcome
 from kernjax.judge.verdict import Verdict
 from kernjax.reporting.layout import interval, number, paragraph, ratio, safe, shorten, table
+from kernjax.reporting.summary import changed
 
 _MAX_DIFFERENCES = 20
 _PRODUCERS_SHOWN = 8
@@ -27,9 +28,7 @@ def render_text(verdict: Verdict) -> str:
         _incumbent(verdict),
         _footnotes(verdict),
     ]
-    text = "\n\n".join(section for section in sections if section) + "\n"
-    # A name must not start a command of the CI runner that reads this output.
-    return re.sub(r"(?m)^( *)::", r"\1\\x3a:", text).replace("##[", "\\x23#[")
+    return for_logs("\n\n".join(section for section in sections if section) + "\n")
 
 
 def _headline(verdict: Verdict) -> str:
@@ -45,6 +44,8 @@ def _compared(verdict: Verdict) -> str:
             path, label = safe(party["path"]), safe(party["label"])
             where = "" if path == label else f" ({path})"
             lines.append(paragraph(f"{label}{where}", " " * 13, f"  {key:<11}"))
+        if key == "candidate":
+            lines.append(paragraph(safe(changed(verdict)), " " * 13, f"  {'changed':<11}"))
     band = verdict.parties.get("band", {})
     producers = [safe(name) for name in band.get("producers", ())]
     shown = ", ".join(producers[:_PRODUCERS_SHOWN])

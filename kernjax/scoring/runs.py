@@ -19,3 +19,4 @@ class Runs:
     same_experts: Recording | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     costs: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # run, tokens, seconds
+    cost: dict[str, Any] | None = None  # of all of them: `kernjax.scoring.cost`

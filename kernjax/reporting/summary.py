@@ -1,0 +1,180 @@
+"""A verdict in short: what changed, how sure, where, what next. For who reads nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kernjax.judge.case import SEVERITIES, Finding
+from kernjax.judge.changes import BUILT_IN
+from kernjax.judge.gates import Gate, Outcome
+from kernjax.judge.verdict import Verdict
+from kernjax.reporting.layout import number, ratio
+
+HEADLINES = {
+    Outcome.FAIL: "Do not merge: further from the ground truth than equally right "
+    "implementations are.",
+    Outcome.INCONCLUSIVE: "Not decided: this run neither shows a fault nor rules one out.",
+    Outcome.PASS: "No worse than one more equally right implementation.",
+}
+
+GATES = {
+    "nonfinite": "positions with a NaN or an infinity",
+    "level": "KL over the normal producers', by kind of text and mean; all depths, then each",
+    "growth_context": "what a doubling of the context multiplies that ratio by",
+    "growth_decode": "the ratio in the late half of the decode steps over that in the early half",
+    "flips": "changed first choices over those of the normal producers",
+    "tail_mass": "probability that moves to or from words outside the reference's 20 likeliest",
+    "edges": "the ratio just after edges: documents, chunks, windows, the first decoded tokens",
+    "decode_vs_prefill": "decode against one prefill call over the same tokens; rescored: the "
+    "ratio of that call itself",
+    "prefill_last": "the ratio at the prompt's last position, from which decoding starts",
+    "confident_flips": "changed first choices where no normal producer changes one",
+}
+"""What each gate looks at, for the table of gates."""
+
+_SHOWN = 4
+_ELSEWHERE = {
+    "nonfinite": "values that are not finite",
+    "flips": "more first choices change than normally do",
+    "tail_mass": "probability moves outside the 20 likeliest words",
+    "edges": "just after edges",
+    "prefill_last": "at the prompt's last position",
+    "confident_flips": "first choices change that no rounding changes",
+}
+
+
+def in_short(verdict: Verdict, locate: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
+    """(question, answer) of what changed, how sure, where and what next; plain text, not escaped.
+
+    `locate`: the value of `kernjax.locate` on the same candidate, which knows the layer.
+    """
+    rows = [
+        ("What changed", changed(verdict)),
+        ("How sure", _sure(verdict)),
+        ("Where", " ".join(_where(verdict, locate))),
+        ("What next", _next(verdict)),
+    ]
+    return [(question, answer) for question, answer in rows if answer]
+
+
+def changed(verdict: Verdict) -> str:
+    """What the candidate changes of what runs now, in a sentence or two."""
+    base = verdict.changed_from
+    if not base:
+        return "What runs now was not recorded; below is what differs from the ground truth."
+    what = "the incumbent" if "incumbent" in verdict.parties else "production"
+    if not verdict.changes:
+        return (
+            f"Nothing that is recorded: policy, kernels and versions are those of {what} ({base})."
+        )
+    parts = [
+        f"{field}: {theirs} instead of {'the built-in op' if ours == BUILT_IN else ours}"
+        for field, ours, theirs in verdict.changes[:_SHOWN]
+    ]
+    more = len(verdict.changes) - len(parts)
+    if more:
+        parts.append(f"and {more} more fields")
+    return f"{'; '.join(parts)}. All else is as in {what} ({base})."
+
+
+def _levels(verdict: Verdict) -> list[Gate]:
+    """The rows over all depths of a kind: how far from the truth, over normal."""
+    return [
+        gate
+        for gate in verdict.gates
+        if gate.name == "level" and gate.context_len is None and gate.high is not None
+    ]
+
+
+def _sure(verdict: Verdict) -> str:
+    levels = _levels(verdict)
+    if verdict.identical:
+        return verdict.reason
+    if verdict.outcome is Outcome.PASS:
+        highs: dict[str, float] = {}
+        for gate in levels:
+            highs[str(gate.kind)] = max(highs.get(str(gate.kind), 0.0), float(gate.high or 0.0))
+        shown = ", ".join(f"{ratio(high)} times on {kind}" for kind, high in highs.items())
+        return (
+            f"With 95 % confidence its distance from the ground truth (KL) is at most {shown} that "
+            f"of an equally right implementation, up to context {verdict.up_to_context}."
+        )
+    wanted = [gate for gate in levels if gate.outcome is verdict.outcome]
+    if not wanted:
+        return verdict.findings[0].text if verdict.findings else verdict.reason
+    worst = min(wanted, key=lambda gate: 1.0 if gate.p_value is None else gate.p_value)
+    known = f"with 95 % confidence at least {ratio(worst.low)}"
+    if verdict.outcome is not Outcome.FAIL:
+        known = f"with 95 % confidence {ratio(worst.low)} at least and {ratio(worst.high)} at most"
+    return (
+        f"On {worst.kind} its distance from the ground truth (KL, {worst.mean} mean) is "
+        f"{ratio(worst.observed)} times that of an equally right implementation, {known}; "
+        f"{number(worst.allowed, 4)} is allowed."
+    )
+
+
+def _where(verdict: Verdict, locate: Mapping[str, Any] | None) -> Iterator[str]:
+    if verdict.outcome is not Outcome.PASS:
+        places = [*_kinds(verdict), *_elsewhere(verdict)]
+        if places:
+            text = "; ".join(places)
+            yield text[0].upper() + text[1:] + "."
+    for name, over in (("growth_context", "the context"), ("growth_decode", "the decode steps")):
+        yield from _growth([gate for gate in verdict.gates if gate.name == name], over)
+    if locate:
+        yield f"By layer: {str(locate['sentence']).rstrip('.')}."
+
+
+def _kinds(verdict: Verdict) -> Iterator[str]:
+    """On which kinds of text the level has the verdict's own outcome."""
+    levels = _levels(verdict)
+    every = list(dict.fromkeys(gate.kind for gate in levels))
+    bad = [
+        kind
+        for kind in every
+        if any(gate.kind == kind and gate.outcome is verdict.outcome for gate in levels)
+    ]
+    if bad:
+        text = " and ".join(map(str, bad))
+        yield f"on {text}" if len(bad) < len(every) else f"on every kind of text ({text})"
+
+
+def _elsewhere(verdict: Verdict) -> Iterator[str]:
+    rows = [gate for gate in verdict.gates if gate.outcome is verdict.outcome]
+    yield from (text for name, text in _ELSEWHERE.items() if any(g.name == name for g in rows))
+    own = {gate.kind is not None for gate in rows if gate.name == "decode_vs_prefill"}
+    if False in own:
+        yield "decode differs from one prefill call over the same tokens"
+    if True in own:
+        yield "in prefill of the same tokens too"
+
+
+def _growth(rows: Sequence[Gate], over: str) -> Iterator[str]:
+    known = [gate for gate in rows if gate.high is not None]
+    if not known:
+        return
+    worst = max(known, key=lambda gate: gate.observed or 0.0)
+    bounds = f"{ratio(worst.observed)} [{ratio(worst.low)}, {ratio(worst.high)}]"
+    unit = "per doubling" if worst.name == "growth_context" else "late over early"
+    if any(gate.outcome is Outcome.FAIL for gate in known):
+        yield f"It grows with {over} ({bounds} {unit})."
+    elif all(gate.outcome is Outcome.PASS for gate in known):
+        yield f"It grows no more than normal with {over} ({bounds} {unit})."
+    else:
+        yield f"Whether it grows with {over} is not decided ({bounds} {unit})."
+
+
+def first_step(verdict: Verdict) -> Finding | None:
+    """The first finding that says what to do; of a PASS only one that warns."""
+    wanted = ("warning",) if verdict.outcome is Outcome.PASS else SEVERITIES
+    found = (f for f in verdict.findings if f.severity in wanted and (f.todo or f.command))
+    return next(found, None)
+
+
+def _next(verdict: Verdict) -> str:
+    first = first_step(verdict)
+    if verdict.outcome is Outcome.PASS:
+        merge = f"Merge, if contexts up to {verdict.up_to_context} are what you serve."
+        return f"{first.todo} Then: {merge[0].lower()}{merge[1:]}" if first else merge
+    return (first.todo if first else "") or "Read the findings."
