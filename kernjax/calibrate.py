@@ -48,12 +48,14 @@ _MIRROR = FLAGS.string("mirror", None, "Directory with a text corpus's sources."
 def main(args: list[str]) -> int:
     del args
     from kernjax.base.errors import UserError
+    from kernjax.base.files import check_writable
     from kernjax.judge import calibrate
     from kernjax.recording import load_recording
 
     out = Path(_OUT.value)
     if out.exists() and not _OVERWRITE.value:
         raise UserError(f"--out={out} exists.", todo="Pass --overwrite to replace it.")
+    check_writable(out.parent)
     reference_path = _REFERENCE.value
     if reference_path is None:
         from kernjax.scoring.session import default_reference

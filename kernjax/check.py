@@ -80,11 +80,11 @@ _GREEDY_PROMPTS = 4  # of each kind
 def main(args: list[str]) -> int:
     del args
     began = time.monotonic()
+    from kernjax.base.files import check_writable
     from kernjax.judge import Band, compare, judge
     from kernjax.judge.routes import route_changes
     from kernjax.recording import load_recording
     from kernjax.reporting import (
-        check_writable,
         remove_files,
         render_text,
         verdict_line,

@@ -67,13 +67,15 @@ def main(args: list[str]) -> int:
             "Expected --policy or --kernel.",
             "For example: python -m kernjax.locate --policy=fp8",
         )
-    from kernjax.base.files import write_text
+    from kernjax.base.files import check_writable, write_text
     from kernjax.plugins import load_kernels
     from kernjax.precision import parse_policy
     from kernjax.reporting.locate import locate_line, locate_markdown
     from kernjax.scoring.session import Session, default_reference
     from kernjax.scoring.substitution import Substitution
 
+    if _OUTPUT_DIR.value:
+        check_writable(_OUTPUT_DIR.value)
     production = parse_policy(_PRODUCTION.value)
     policy = parse_policy(_POLICY.value) if _POLICY.value else production
     kernels = load_kernels(_KERNEL.value)
@@ -112,7 +114,6 @@ def main(args: list[str]) -> int:
         import json
 
         folder = Path(_OUTPUT_DIR.value)
-        folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "locate.md", markdown)
         write_text(folder / "locate.json", json.dumps(line, indent=1, allow_nan=False) + "\n")
     command.print_json(line)

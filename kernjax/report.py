@@ -117,12 +117,13 @@ def _places() -> list[Path]:
 
 
 def _draw_figures() -> int:
+    from kernjax.base.files import check_writable
     from kernjax.base.progress import Meter
     from kernjax.experiments import article as model
     from kernjax.precision import parse_policy
     from kernjax.reporting.article import article_markdown, numbers
     from kernjax.reporting.article_charts import article_drawings
-    from kernjax.reporting.files import check_writable, write_together
+    from kernjax.reporting.files import write_together
     from kernjax.reporting.pictures import picture
     from kernjax.scoring.session import Session, default_reference
 

@@ -53,6 +53,7 @@ _OUTPUT_DIR = FLAGS.string("output_dir", None, "Keeps the recordings; a stopped 
 def main(args: list[str]) -> int:
     del args
     began = time.monotonic()
+    from kernjax.base.files import check_writable
     from kernjax.base.progress import Meter
     from kernjax.faults import CATALOGUE, NORMALS, SHORT, find
     from kernjax.faults.table import line, markdown, plain
@@ -61,6 +62,9 @@ def main(args: list[str]) -> int:
     from kernjax.precision import parse_policy
     from kernjax.scoring.session import Session, default_band, default_reference
 
+    for folder in (_OUTPUT_DIR.value, _MARKDOWN.value and Path(_MARKDOWN.value).parent):
+        if folder:
+            check_writable(folder)
     rows = find(_ONLY.value) if _ONLY.value else find(list(SHORT)) if _SHORT.value else CATALOGUE
     reference = _REFERENCE.value or default_reference(_MODEL.value, _CORPUS.value)
     band = Band.load(_BAND.value or default_band(_MODEL.value, _CORPUS.value))

@@ -60,7 +60,7 @@ def main(args: list[str]) -> int:
     del args
     began = time.monotonic()
     formats = _formats()
-    from kernjax.base.files import write_text
+    from kernjax.base.files import check_writable, write_text
     from kernjax.judge import Band, compare
     from kernjax.judge.sweep import conclude, measure
     from kernjax.precision import parse_policy
@@ -72,6 +72,9 @@ def main(args: list[str]) -> int:
             "--plot needs matplotlib, which is not installed.",
             todo="pip install 'kernjax[report]', or leave --plot out.",
         )
+    for folder in (_OUTPUT_DIR.value, _PLOT.value and Path(_PLOT.value).parent):
+        if folder:
+            check_writable(folder)
     base = parse_policy(_POLICY.value)
     policies = [(name, _at(base, name)) for name in formats]
     reference = _REFERENCE.value or default_reference(_MODEL.value, _CORPUS.value)

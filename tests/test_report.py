@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 
 import pytest
@@ -74,6 +75,30 @@ def test_a_folder_it_cannot_write(tmp_path, kept, capsys):
     (tmp_path / "file").write_text("")
     assert run(report, f"--verdict={kept}", f"--output_dir={tmp_path / 'file'}") == 3
     assert "Could not write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, flags, where",
+    [
+        ("check", ["--policy=fp8"], "output_dir"),
+        ("locate", ["--policy=fp8"], "output_dir"),
+        ("sweep", ["--site=attention.p", "--formats=bf16,fp8"], "output_dir"),
+        ("selftest", ["--short"], "output_dir"),
+        ("selftest", ["--short"], "markdown"),
+        ("calibrate", [f"--normal={n}" for n in ("bf16", "chunk32", "block256", "p_f32")], "out"),
+        ("report", ["--figures"], "output_dir"),
+    ],
+)
+def test_a_folder_is_tried_before_the_model_runs(tmp_path, capsys, monkeypatch, name, flags, where):
+    def opened(*args, **keywords):
+        pytest.fail("the model was opened")
+
+    monkeypatch.setattr("kernjax.scoring.session.Session.open", opened)
+    (tmp_path / "file").write_text("")
+    module = importlib.import_module(f"kernjax.{name}")
+    path = tmp_path / "file" / ("" if where == "output_dir" else "name")
+    assert run(module, *flags, f"--{where}={path}") == 3
+    assert "Could not write to" in capsys.readouterr().err
 
 
 def test_the_page_needs_its_extra(tmp_path, kept, capsys, monkeypatch):

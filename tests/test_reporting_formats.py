@@ -15,11 +15,11 @@ from report_cases import LONG, amber, green, hostile, red
 
 import kernjax.reporting
 from kernjax.base.errors import UserError
+from kernjax.base.files import check_writable
 from kernjax.judge.case import Finding
 from kernjax.judge.gates import Outcome
 from kernjax.reporting import (
     annotations,
-    check_writable,
     load_verdict,
     render_junit,
     render_markdown,

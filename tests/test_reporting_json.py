@@ -73,7 +73,7 @@ def test_files(tmp_path, verdict):
 
 def test_a_folder_that_cannot_be_written(tmp_path, verdict):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="Could not write the verdict"):
+    with pytest.raises(UserError, match="Could not write to"):
         write_files(verdict, tmp_path / "file")
 
 

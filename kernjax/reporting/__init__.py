@@ -2,7 +2,6 @@
 
 from kernjax.reporting.annotations import annotations as annotations
 from kernjax.reporting.comment import render_markdown as render_markdown
-from kernjax.reporting.files import check_writable as check_writable
 from kernjax.reporting.files import remove_files as remove_files
 from kernjax.reporting.files import write_files as write_files
 from kernjax.reporting.json import verdict_line as verdict_line

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kernjax.base.errors import UserError
+from kernjax.base.files import cannot_write
 from kernjax.judge.verdict import Verdict
 from kernjax.reporting.comment import render_markdown
 from kernjax.reporting.json import plain, verdict_line
@@ -63,25 +63,13 @@ def _json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, indent=1, allow_nan=False) + "\n"
 
 
-def check_writable(output_dir: str | os.PathLike[str]) -> None:
-    """UserError unless files can be written there: before a long run, not after it."""
-    folder = Path(output_dir)
-    probe = folder / f".probe.{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise _cannot(folder, error) from error
-
-
 def remove_files(output_dir: str | os.PathLike[str]) -> None:
     """Removes the report of an earlier run: what cannot be judged now must not look judged."""
     for name in (VERDICT_FILE, TEXT_FILE, MARKDOWN_FILE, JUNIT_FILE, PAGE_FILE, FIGURES_FILE):
         try:
             (Path(output_dir) / name).unlink(missing_ok=True)
         except OSError as error:
-            raise _cannot(Path(output_dir), error) from error
+            raise cannot_write(Path(output_dir), error) from error
 
 
 def write_together(folder: Path, texts: Mapping[str, str]) -> list[Path]:
@@ -101,7 +89,7 @@ def write_together(folder: Path, texts: Mapping[str, str]) -> list[Path]:
         for temporary, path in staged:
             os.replace(temporary, path)
     except OSError as error:
-        raise _cannot(folder, error) from error
+        raise cannot_write(folder, error) from error
     finally:
         for temporary, _ in staged:
             try:
@@ -109,10 +97,3 @@ def write_together(folder: Path, texts: Mapping[str, str]) -> list[Path]:
             except OSError:
                 pass  # the folder is no folder: said above
     return [path for _, path in staged]
-
-
-def _cannot(folder: Path, error: OSError) -> UserError:
-    return UserError(
-        f"Could not write the verdict to {folder}: {error.strerror or error}.",
-        todo="Check --output_dir, its permissions and the free space.",
-    )

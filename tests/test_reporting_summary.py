@@ -1,0 +1,166 @@
+"""What changed, how sure, where, what next: from manifests and gates, for each outcome."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import pytest
+from report_cases import amber, corpus, green, hostile, red
+from test_reporting_page import LOCATE
+
+from kernjax.judge import Outcome, calibrate, judge
+from kernjax.judge.simulate import Effect
+from kernjax.reporting import load_verdict, render_markdown, render_text, verdict_line, write_files
+from kernjax.reporting.summary import GATES, HEADLINES, changed, in_short
+
+
+def manifest(**changes) -> dict:
+    fields = {"attention.p": "bf16", "weights": "bf16"} | changes.pop("fields", {})
+    base = {
+        "policy": {"text": "bf16", "fields": fields, "overrides": []},
+        "kernels": {},
+        "engine": "jax",
+        "versions": {"jax": "1", "kernjax": "2"},
+        "device": "cpu",
+        "commit": "a",
+        "logits_dtype": "float32",
+    }
+    return base | changes
+
+
+@functools.cache
+def band():
+    """Normal producers with manifests; the second one is what runs now."""
+    made = [corpus().producer(name=f"normal {i}") for i in range(5)]
+    texts = ("chunk32", "bf16", "block256", "p_f32", "window1024")
+    return calibrate(
+        None,
+        [
+            dataclasses.replace(
+                one,
+                candidate_manifest=manifest(
+                    policy={**manifest()["policy"], "text": text}, commit=str(text)
+                ),
+            )
+            for one, text in zip(made, texts, strict=True)
+        ],
+    )
+
+
+def judged(candidate_manifest: dict, incumbent: dict | None = None):
+    bad, main = corpus().producer(Effect("bad", ratio=2.0)), corpus().producer(name="main")
+    return judge(
+        dataclasses.replace(bad, candidate_manifest=candidate_manifest),
+        band(),
+        incumbent=incumbent and dataclasses.replace(main, candidate_manifest=incumbent),
+    )
+
+
+def test_the_change_is_against_what_runs_now():
+    verdict = judged(manifest(fields={"attention.p": "fp8"}, commit="b"))
+    assert verdict.changed_from == "bf16"
+    assert verdict.changes == (("attention.p", "bf16", "fp8"),)  # not the commit
+    assert (
+        changed(verdict) == "attention.p: fp8 instead of bf16. All else is as in production (bf16)."
+    )
+
+
+def test_a_kernel_by_its_name_and_its_bytes():
+    mine = {"attention.prefill": {"name": "mine:prefill", "sha256": "0123456789", "layers": "3"}}
+    verdict = judged(manifest(kernels=mine))
+    assert "attention.prefill: mine:prefill@layers=3 (01234567) instead of the built-in op" in (
+        changed(verdict)
+    )
+    other = {"attention.prefill": {**mine["attention.prefill"], "sha256": "9876543210"}}
+    verdict = judged(manifest(kernels=mine), manifest(kernels=other))
+    assert verdict.changed_from.startswith("bf16 attention.prefill=mine:prefill")
+    assert verdict.changes == (
+        (
+            "attention.prefill",
+            "mine:prefill@layers=3 (98765432)",
+            "mine:prefill@layers=3 (01234567)",
+        ),
+    )
+    assert "All else is as in the incumbent" in changed(verdict)
+
+
+def test_other_versions_are_a_change_and_many_fields_are_counted():
+    one = judged(manifest(versions={"jax": "9", "kernjax": "2"}, device="tpu"))
+    assert set(one.changes) == {("versions.jax", "1", "9"), ("device", "cpu", "tpu")}
+    many = judged(manifest(fields={f"site{i}": "m7" for i in range(9)}))
+    assert "and 5 more fields" in changed(many)
+    assert changed(judged(manifest())).startswith("Nothing that is recorded")
+
+
+def test_without_a_manifest_of_production_it_says_so():
+    assert red().changed_from.startswith("main") and amber().changed_from == ""
+    assert changed(amber()).startswith("What runs now was not recorded")
+
+
+def test_it_comes_back_from_the_file_and_older_files_do_without(tmp_path):
+    verdict = judged(manifest(fields={"attention.p": "fp8"}))
+    write_files(verdict, tmp_path)
+    loaded, line = load_verdict(tmp_path)
+    assert (loaded.changed_from, loaded.changes) == (verdict.changed_from, verdict.changes)
+    del line["changes"], line["changed_from"]
+    (tmp_path / "verdict.json").write_text(json.dumps(line))
+    assert load_verdict(tmp_path)[0].changes == ()
+
+
+@pytest.mark.parametrize("make", [red, amber, green, hostile])
+def test_four_answers_in_every_format(make):
+    verdict = make()
+    answers = dict(in_short(verdict))
+    assert list(answers) == ["What changed", "How sure", "Where", "What next"]
+    text = render_markdown(verdict)
+    assert text.splitlines()[2].startswith(f"**{HEADLINES[verdict.outcome]}**")
+    assert text.count("\n- **What") == 2
+    assert "  changed    " in render_text(verdict)
+
+
+def test_how_sure_has_the_numbers_of_the_gate():
+    verdict = judged(manifest())
+    levels = [
+        g for g in verdict.gates
+        if g.name == "level" and g.context_len is None and g.outcome is Outcome.FAIL
+    ]  # fmt: skip
+    worst = min(levels, key=lambda g: g.p_value)
+    text = dict(in_short(verdict))["How sure"]
+    assert text.startswith(f"On {worst.kind} ") and f"{worst.observed:.2f} times" in text
+    assert f"at least {worst.low:.2f}" in text and f"{worst.allowed:.4g} is allowed" in text
+
+
+def test_a_pass_names_its_bounds_and_its_depth():
+    candidate = dataclasses.replace(
+        corpus().producer(name="fine"), candidate_manifest=manifest(fields={"attention.p": "f32"})
+    )
+    verdict = dataclasses.replace(
+        judge(candidate, band()), outcome=Outcome.PASS, findings=(), identical=False
+    )
+    answers = dict(in_short(verdict))
+    for kind in ("code", "prose"):
+        highs = [g.high for g in verdict.gates
+                 if g.name == "level" and g.kind == kind and g.context_len is None]  # fmt: skip
+        assert f"{max(highs):.2f} times on {kind}" in answers["How sure"]
+    assert answers["What next"] == (
+        f"Merge, if contexts up to {verdict.up_to_context} are what you serve."
+    )
+
+
+def test_where_names_growth_places_and_the_layer():
+    grows = judge(corpus().producer(Effect("grows", per_doubling=1.6)), band())
+    assert "It grows with the context" in dict(in_short(grows))["Where"]
+    edges = judge(corpus().producer(Effect("edges", edges=9.0)), band())
+    assert "ust after edges" in dict(in_short(edges))["Where"]
+    broken = dict(in_short(red(), LOCATE))["Where"]
+    assert "alues that are not finite" in broken
+    assert f"By layer: {LOCATE['sentence']}." in broken
+
+
+def test_every_gate_is_explained():
+    for make in (red, amber, green):
+        assert {gate.name for gate in make().gates} <= set(GATES)
+        line = verdict_line(make())
+        assert line["changes"] == [list(row) for row in make().changes]
