@@ -71,6 +71,32 @@ def test_files_it_cannot_read(tmp_path, kept, capsys, name, content, message):
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"runs": [{"run": "x", "tokens": "many", "seconds": 1.0}]}, "holds 'many'"),
+        ({"runs": [{"run": "x"}]}, "lacks seconds, tokens"),
+        ({"cost": {"compile_s": "long"}}, "lacks peak_device_bytes"),
+        ({"notes": "text"}, "holds 'text'"),
+        ({"twin": [{"kind": "code"}]}, "lacks context_len"),
+        ({"command": ["rm"]}, "holds ['rm']"),
+        ({"wall_s": "3"}, "holds '3'"),
+        ({"runs": None, "notes": None, "command": None, "twin": None, "cost": None}, None),
+    ],
+)
+def test_what_a_run_knows_beside_the_verdict_is_checked(tmp_path, kept, capsys, change, message):
+    path = kept / "verdict.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    out = tmp_path / "out"
+    code = run(report, f"--verdict={kept}", f"--output_dir={out}")
+    if message is None:
+        assert code == 0
+    else:
+        captured = capsys.readouterr().err
+        assert code == 3 and message in captured and "unexpected" not in captured
+        assert not out.exists()
+
+
 def test_a_folder_it_cannot_write(tmp_path, kept, capsys):
     (tmp_path / "file").write_text("")
     assert run(report, f"--verdict={kept}", f"--output_dir={tmp_path / 'file'}") == 3

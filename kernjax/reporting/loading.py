@@ -35,6 +35,9 @@ def load_verdict(path: str | Path) -> tuple[Verdict, dict[str, Any]]:
     line = read_json(file, "verdict", SCHEMA_VERSION)
     if "verdict" not in line and "error" in line:
         raise UserError(f"{file} holds an error, not a verdict: {line['error']}")
+    for key, example in _EXTRAS.items():
+        if line.get(key) is not None:
+            _check_shape(line[key], example, f"{file}, {key}")
     try:
         return verdict_of(line), line
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -93,11 +96,13 @@ def read_json(file: Path, what: str, version: int) -> dict[str, Any]:
     return value
 
 
-# What the page reads of a file, as an example of each thing: a number, a text, one item of a list.
-# A tuple holds alternatives; None alone stands for anything.
+# What the page reads of a file, as an example of each thing: a number, a text, one item of a list,
+# or all the items of a list of that length. A tuple holds alternatives.
 _NUMBER = (0.0, None)
-_PAIR = [_NUMBER]
-_TOKEN = [(0.0, "", None)]
+_PAIR = [0.0, 0.0]
+_TEXT = ("", None)
+_LIKELY = [0.0, _TEXT, _NUMBER]  # id, text, probability
+_PASSED = [0.0, _TEXT, _NUMBER, 0.0]  # id, text, KL, 1 where it was predicted
 _FIGURES = {
     "kinds": [""],
     "cdf": [{"kind": "", "zeros": 0.0, "candidate": [_PAIR], "normal": [_PAIR]}],
@@ -109,7 +114,7 @@ _FIGURES = {
             "normal": [{"first": 0.0, "last": 0.0, "mean": 0.0}],
         }
     ],
-    "scatter": {"points": [[0.0]], "of": 0.0, "flips": 0.0},
+    "scatter": {"points": [[0.0, 0.0, 0, 0]], "of": 0.0, "flips": 0.0},
     "margins": {"sigma": _NUMBER, "expected": [0.0]},
     "worst": [
         {
@@ -119,11 +124,21 @@ _FIGURES = {
             "pos": 0.0,
             "kl": _NUMBER,
             "margin": _NUMBER,
-            "reference": [_TOKEN],
-            "candidate": [_TOKEN],
-            "strip": [_TOKEN],
+            "flipped": False,
+            "reference": [_LIKELY],
+            "candidate": [_LIKELY],
+            "strip": [_PASSED],
         }
     ],
+}
+_KL_ROWS = [{"kind": "", "context_len": 0.0, "kl_median": _NUMBER, "kl_mean": _NUMBER}]
+_EXTRAS = {  # of a verdict's file: what a run knows beside the verdict
+    "command": "",
+    "runs": [{"run": "", "tokens": 0.0, "seconds": _NUMBER}],
+    "cost": {"compile_s": _NUMBER, "peak_memory_bytes": _NUMBER, "peak_device_bytes": _NUMBER},
+    "notes": [""],
+    "twin": _KL_ROWS,
+    "wall_s": _NUMBER,
 }
 _CAUSES = {
     "locate": {"sentence": "", "layers": [{"layers": [0], "share": _NUMBER}]},
@@ -153,9 +168,16 @@ def _check_shape(value: Any, example: Any, where: str) -> None:
                 _check_shape(value[key], part, f"{where}, {key}")
             return
         if isinstance(option, list) and isinstance(value, list):
-            for item in value:
-                _check_shape(item, option[0], where)
+            if len(option) not in (1, len(value)):
+                continue
+            items = option if len(option) > 1 else option * len(value)
+            for item, part in zip(value, items, strict=True):
+                _check_shape(item, part, where)
             return
+        if isinstance(value, bool) or isinstance(option, bool):
+            if type(option) is type(value):
+                return
+            continue
         if isinstance(option, float) and isinstance(value, int | float):
             return
         if isinstance(option, int) and isinstance(value, int):
