@@ -10,7 +10,8 @@ directory as --model; config.json and the tokenizer travel with it. The numbers 
 and the weights' identity is that of the HF weights, so recordings of either are of one model.
 
 Quantised weights are dequantised, exactly, into the smallest dtype that holds their values: FP8
-with float32 scales becomes float32, four times the size. Leave those as they are.
+with float32 scales becomes float32, four times the size. Leave those as they are: only an HF
+directory can be kept quantised in memory (--policy=...,dequantise=layer).
 
 A conversion that was interrupted does not load; the same command begins it anew. A model too large
 for one host is converted by many, with --mesh over the devices of all of them. The result is on

@@ -34,7 +34,7 @@ from pallas_kernels.implementations import PLATFORM_DEFAULTS
 from pallas_kernels.ops import OPS
 
 SITES = """
-    activations weights logits
+    activations weights dequantise logits
     attention.q attention.k attention.v attention.scores attention.p attention.m attention.l
     attention.acc attention.row_sum attention.rescale_threshold attention.block_k attention.dot
     kv_cache.k kv_cache.v kv_cache.k_scale kv_cache.v_scale
@@ -50,7 +50,7 @@ HYBRID = ["linear_attention"] * 3 + ["full_attention"]
 
 def another(name: str) -> str:
     """A valid value of the field that is not the one `bf16` has."""
-    candidates = ("m5", "default", "rounded", "3", "32", "reference")
+    candidates = ("m5", "default", "rounded", "3", "32", "reference", "layer")
     now = FIELDS[name].get(parse_policy("bf16"))
     for text in candidates:
         try:

@@ -95,7 +95,7 @@ def test_the_text_of_a_policy_is_in_reading_order() -> None:
         ("bf16,prefill_window=512@layers=3", ["prefill_window belongs to the whole model"]),
         (
             "bf16,logits=bf16@layers=3",
-            ["logits belongs", "all but weights, logits, prefill_window"],
+            ["logits belongs", "all but weights, dequantise, logits, prefill_window"],
         ),
         ("bf16,weights=f32@layers=3", ["weights belongs to the whole model"]),
         ("bf16,attention.p=fp8@layer=3", ["'@layer=3' is no list of layers", "@layers=3,5-7"]),
@@ -149,7 +149,7 @@ def test_no_two_files_are_the_same_policy() -> None:
 
 def test_named_policies_say_what_the_documents_say() -> None:
     f32, bf16 = parse_policy("f32"), parse_policy("bf16")
-    assert all(FIELDS[n].get(f32) in (F32, "highest", "auto", "unrounded", 0, 1, 64, 512, 2048)
+    assert all(FIELDS[n].get(f32) in (F32, "highest", "auto", "unrounded", "load", 0, 1, 64, 512, 2048)
                for n in FIELDS)  # fmt: skip
     assert (bf16.activations, bf16.weights, bf16.logits) == (BF16, BF16, F32)
     assert (bf16.attention.p, bf16.kv_cache.k, bf16.kv_cache.v) == (BF16, BF16, BF16)

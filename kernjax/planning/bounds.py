@@ -76,9 +76,10 @@ def _weight_bytes(setup: Setup, tokens: int) -> float:
     if moe is not None:
         chosen = min(1.0, setup.batch * tokens * moe.experts_per_token / moe.num_experts)
     return sum(
-        _local_bytes(leaf) * (chosen if "experts" in path else 1)
+        _local_bytes(array) * (chosen if "experts" in path else 1)
         for path, leaf in weights
         if path not in skipped
+        for array in jax.tree.leaves(leaf)
     )
 
 

@@ -1,4 +1,4 @@
-"""The real TPU compiler, on a machine without a TPU (libtpu, extra `tpu`)."""
+"""The real compilers, on a machine without a TPU (libtpu, extra `tpu`) or a GPU."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import importlib.util
 import os
 import re
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kernjax.base.errors import UserError
 from kernjax.planning.chips import Topology
+from kernjax.planning.gpus import target
 
 if TYPE_CHECKING:
     import jax
 
     from kernjax.planning.programs import Program
 
+_CUDA = ("jax_cuda13_plugin", "jax_cuda12_plugin")  # either will do
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)i?B?"
 
@@ -44,18 +47,27 @@ class TooLarge:
     message: str
 
 
-def prepare() -> None:
+def prepare(topologies: Sequence[Topology] = ()) -> None:
     """Must run before jax is imported: jax itself stays on the CPU, libtpu stays quiet.
 
-    UserError naming the extra where there is no libtpu.
+    UserError where there is no compiler for one of the topologies, naming what brings it.
     """
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    platforms = {topology.chip.platform for topology in topologies} or {"tpu"}
+    if "cuda" in platforms and not any(map(importlib.util.find_spec, _CUDA)):
+        raise UserError(
+            f"The GPU compiler is not here: neither {' nor '.join(_CUDA)} is installed.",
+            "jax's CUDA plugin and NVIDIA's assembler bring it; it needs no GPU.",
+            "pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm.",
+        )
+    if "tpu" not in platforms:
+        return
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             "The TPU compiler is not here: the package libtpu is not installed.",
             "It comes with the extra `tpu`, and needs no TPU.",
             "pip install 'kernjax[tpu]'.",
         )
-    os.environ["JAX_PLATFORMS"] = "cpu"
     # Without these libtpu asks a metadata server, refuses a second process, and logs gigabytes.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -65,29 +77,39 @@ def prepare() -> None:
 
 
 def devices_of(topology: Topology) -> list[jax.Device]:
-    """The slice's devices, to compile for; UserError where libtpu does not know the slice."""
+    """The slice's devices, to compile for; UserError where the compiler does not know the slice."""
     from jax.experimental import topologies
 
-    # jax 0.10 takes a host to have four chips, and a slice of one chip for less than a host.
-    bounds = {"chips_per_host_bounds": [1, 1, 1]} if topology.chips == 1 else {}
+    chip, options = topology.chip, {}
+    name = topology.text
+    if chip.platform == "cuda":
+        name = f"1x1x{topology.chips}"  # partitions, hosts, devices of one
+        options = {"target_config": target(chip.name), "topology": name}
+    elif topology.chips == 1:
+        # jax 0.10 takes a host to have four chips, and a slice of one chip for less than a host.
+        options = {"chips_per_host_bounds": [1, 1, 1]}
     try:
         found = topologies.get_topology_desc(
-            platform="tpu", topology_name=topology.text, **bounds
+            platform=chip.platform, topology_name=name, **options
         ).devices
-    except Exception as error:  # whatever libtpu has against it
+    except Exception as error:  # whatever the compiler has against it
         raise UserError(
-            f"--topology={topology.text}: the TPU compiler does not take it"
+            f"--topology={topology.text}: the compiler does not take it"
             f" ({' '.join(str(error).split())}).",
-            "Expected a slice that is offered, as v5e:2x4, v5p:2x2x1, v6e:2x4, tpu7x:2x2x1.",
+            "Expected a slice that is offered, as v5e:2x4, v5p:2x2x1, v6e:2x4, tpu7x:2x2x1,"
+            " h100:8.",
         ) from None
     return list(found)
 
 
 def compile_program(program: Program) -> tuple[Memory | TooLarge, float]:
-    """What the program takes on every device, and the seconds that tracing and compiling took."""
+    """What the program takes on every device, and the processor's seconds that compiling took.
+
+    Tracing included. Not the clock's: those depend on what else the machine does.
+    """
     import jax
 
-    start = time.perf_counter()
+    start = time.process_time()
     jitted = jax.jit(
         program.function, donate_argnums=program.donated, out_shardings=program.out_shardings
     )
@@ -96,8 +118,8 @@ def compile_program(program: Program) -> tuple[Memory | TooLarge, float]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return too_large(str(error)), time.perf_counter() - start
-    return _memory(compiled.memory_analysis()), time.perf_counter() - start
+        return too_large(str(error)), time.process_time() - start
+    return _memory(compiled.memory_analysis()), time.process_time() - start
 
 
 def too_large(message: str) -> TooLarge:

@@ -17,7 +17,7 @@ class Phase:
 
     name: str
     memory: Memory | TooLarge
-    compile_seconds: float
+    compile_seconds: float  # the processor's
     bound: Bound
 
 
@@ -61,13 +61,13 @@ class Plan:
         )
 
 
-COLUMNS = ("phase", "arguments", "temporaries", "peak", "code", "of HBM", "compile", "at least")
+COLUMNS = ("phase", "arguments", "temporaries", "peak", "code", "of HBM", "CPU s", "at least")
 
 
 def cells(plan: Plan, phase: Phase) -> tuple[str, ...]:
     """One row of the table; GiB per device, code in MiB."""
     bound = f"{phase.bound.seconds * 1e3:.2f} ms ({phase.bound.limited_by})"
-    seconds = f"{phase.compile_seconds:.0f} s"
+    seconds = f"{phase.compile_seconds:.0f}"
     memory = phase.memory
     if isinstance(memory, TooLarge):
         needed = "too much" if memory.needed is None else f"> {memory.needed / GIB:.2f}"

@@ -52,11 +52,14 @@ class LayerPolicy:
     - qk (field delta_rule.qk): l2-normalised q and k, which enter the delta rule.
     - conv: the causal convolution: its sum, its silu and the window it keeps.
     - dot: "highest", or "default": one bf16 pass, what a TPU does to float32 operands.
+    - dequantise: when the weights of a quantised checkpoint become values: "load", or "layer" by
+      layer as they are used, quantised in memory. The same bits.
     - prefill_window: tokens a prefill call takes; states are stored between windows.
     """
 
     activations: Format = F32
     weights: Format = F32
+    dequantise: str = "load"
     logits: Format = F32
     attention: AttentionFormats = AttentionFormats()
     kv_cache: KVCacheFormats = KVCacheFormats()
@@ -149,11 +152,12 @@ _NOT_FORMATS: dict[str, Callable[[str], Value]] = {
     "kv_cache.v_scale": _number(zero_allowed=False),
     "delta_rule.chunk": _whole(16, 32, 64, 128),
     "delta_rule.dot": _DOT,
+    "dequantise": _choice("load", "layer"),
     "dot": _DOT,
     "prefill_window": _whole(),
 }
 # One checkpoint is held in one format; logits and windows belong to the model, not to a layer.
-_WHOLE_MODEL = ("weights", "logits", "prefill_window")
+_WHOLE_MODEL = ("weights", "dequantise", "logits", "prefill_window")
 
 
 def _fields() -> dict[str, Field]:

@@ -18,7 +18,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -116,15 +116,19 @@ def load_converted(
     *,
     dtype: Any = None,
     mesh: Mesh | None = None,
+    packed: bool = False,
 ) -> dict[str, Any]:
     """As `load_params`, of a converted checkpoint: the same bits.
 
     Every device reads the chunks that hold its part. UserError where files or parameters are
-    missing or of another shape; that their bytes are right is `converted_sha256`'s to say.
+    missing or of another shape, and where they are to be `packed`: they were dequantised. That
+    their bytes are right is `converted_sha256`'s to say.
     """
     import orbax.checkpoint as ocp
 
     check_readable(directory, config)
+    if packed:
+        refuse_packed(directory)
     dtypes = summary(directory)["dtypes"]
     specs = dict(leaves(abstract_params(config)))
     wanted = None if dtype is None else weight_dtype(dtype)
@@ -157,6 +161,18 @@ def load_converted(
         except Exception as error:  # Orbax and TensorStore have many
             reason = str(error).strip().splitlines()[0].rstrip(".") if str(error) else repr(error)
             _refuse(directory, f"it could not be read ({reason[:300]})", error)
+
+
+def refuse_packed(directory: str | Path) -> NoReturn:
+    """There is nothing to keep quantised in memory."""
+    held = (
+        "was dequantised when it was converted" if is_converted(directory) else "is not quantised"
+    )
+    raise UserError(
+        f"dequantise=layer keeps weights quantised in memory, but {directory} {held}.",
+        "Expected an HF directory in block-scaled FP8 or MXFP4.",
+        "Leave dequantise=layer out, or name the HF directory: the bits are the same.",
+    )
 
 
 def stored_files(directory: Path) -> list[StoredFile]:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,14 @@ from numpy.typing import DTypeLike
 from kernjax.base.progress import Work
 from kernjax.model import Decoder
 from kernjax.model.config import ModelConfig
+from kernjax.model.packed import Packed
 from kernjax.model.params import abstract_params, tree_of, weight_dtype
 from kernjax.model.params import leaves as walk
-from kernjax.weights.converted import is_converted, load_converted
+from kernjax.weights.converted import is_converted, load_converted, refuse_packed
 from kernjax.weights.match import text_tensors
 from kernjax.weights.names import Leaf, Part, experts_in, table
+from kernjax.weights.packing import Content, codes_and_scales, file_bytes, is_packable, values
 from kernjax.weights.sharding import partition_spec
-from kernjax.weights.sources import Source
 
 # Stacks up to this size (of the whole parameter, in bytes) are assembled on the host, without
 # compiling anything.
@@ -49,21 +50,24 @@ def load_params(
     *,
     dtype: str | DTypeLike | None = None,
     mesh: Mesh | None = None,
+    packed: bool = False,
     progress: bool = False,
 ) -> dict[str, Any]:
     """The parameters of the checkpoint in `directory`, as the tree of `abstract_params(config)`.
 
     `dtype` None keeps each parameter's own dtype, by its tensor headers (the widest, where layers
     differ; of quantised weights, one that holds their values); otherwise bfloat16, float16 or
-    float32. Quantised weights are dequantised as they are read. Norms, A_log and dt_bias are
-    float32 always.
+    float32. Norms, A_log and dt_bias are float32 always. Quantised weights are dequantised as they
+    are read, or with `packed` held as they are (`kernjax.model.packed.Packed`): of parameters that
+    are quantised in every layer, but for the embedding and what is float32 always.
     With a `mesh` the arrays are global and sharded by `sharding.RULES`; without, they lie on the
     default device. `progress` shows the bytes that this process reads on standard error (`Work`).
 
-    UserError, before any data is read, where the directory and `config` do not match.
+    UserError, before any data is read, where the directory and `config` do not match, and where
+    `packed` finds nothing to hold.
     """
     if is_converted(directory):
-        return load_converted(directory, config, dtype=dtype, mesh=mesh)
+        return load_converted(directory, config, dtype=dtype, mesh=mesh, packed=packed)
     wanted = None if dtype is None else weight_dtype(dtype)
     specs = {  # before reading: a mesh that does not fit is an error now
         path: partition_spec(spec.axes, spec.units, mesh) if mesh else None
@@ -73,17 +77,29 @@ def load_params(
     leaves = table(config, experts_in(tensors, config))
     placements = {path: _Placement(mesh, spec) for path, spec in specs.items()}
     total = sum(
-        sum(_file_bytes(tensors[part.name], leaf.part_shape) for part in leaf.parts)
+        sum(file_bytes(tensors[part.name], leaf.part_shape) for part in leaf.parts)
         * placements[leaf.path].share(leaf)
         for leaf in leaves
     )
     shown = progress and jax.process_index() == 0
+    kept = {
+        leaf.path: codes_and_scales(leaf, tensors, specs[leaf.path], mesh)
+        for leaf in leaves
+        if packed and is_packable(leaf, tensors)
+    }
+    if packed and not kept:
+        refuse_packed(directory)
     with Work("reading weights", "B", total, shown=shown) as work:
 
-        def load(leaf: Leaf) -> jax.Array:
+        def load(leaf: Leaf) -> jax.Array | Packed:
             own = [tensors[part.name].value_dtype for part in leaf.parts]
             target = leaf.spec.dtype(_widest(own) if wanted is None else wanted)
-            return _load_leaf(leaf, tensors, target, placements[leaf.path], work.advance)
+            contents = kept.get(leaf.path) or [values(leaf, tensors, target)]
+            arrays = [
+                _load_array(leaf, content, placements[leaf.path], work.advance)
+                for content in contents
+            ]
+            return Packed(*arrays, target) if leaf.path in kept else arrays[0]
 
         return tree_of((leaf.path, load(leaf)) for leaf in leaves)
 
@@ -91,11 +107,6 @@ def load_params(
 def _widest(dtypes: list[np.dtype]) -> np.dtype:
     """One dtype that holds all of these exactly: bfloat16 and float16 meet in float32."""
     return dtypes[0] if len(set(dtypes)) == 1 else np.dtype(np.float32)
-
-
-def _file_bytes(source: Source, shape: tuple[int, ...]) -> float:
-    """Bytes of the file that become an array of `shape` (q_proj serves two leaves)."""
-    return source.nbytes * math.prod(shape) / math.prod(source.shape)
 
 
 def _shape_of(index: Index) -> tuple[int, ...]:
@@ -147,31 +158,26 @@ class _Placement:
         return jax.make_array_from_single_device_arrays(shape, self.sharding, pieces)
 
 
-def _load_leaf(
-    leaf: Leaf,
-    tensors: Mapping[str, Source],
-    dtype: np.dtype,
-    placement: _Placement,
-    done: Callable[[float], Any],
+def _load_array(
+    leaf: Leaf, content: Content, placement: _Placement, done: Callable[[float], Any]
 ) -> jax.Array:
-    """One parameter; `done` is told the bytes that were read."""
-
-    def read_part(part: Part, index: Index) -> np.ndarray:
-        return tensors[part.name].read(part.layout, index, dtype)
+    """One array of a parameter; `done` is told the bytes that were read."""
+    shape, dtype = content.shape, content.dtype
+    of_a_part = math.prod(shape[len(leaf.stack) :])
 
     def read(index: Index) -> np.ndarray:
-        """leaf[index]; in the axes counted by parts, all that the slices name."""
+        """array[index]; in the axes counted by parts, all that the slices name."""
         lead, rest = index[: len(leaf.stack)], index[len(leaf.stack) :]
         parts = _parts(leaf, lead)
         apply = _in_threads if len(leaf.stack) > 1 else map
-        sizes = [_file_bytes(tensors[part.name], _shape_of(rest)) for part in parts]
-        pieces = _counted(apply(read_part, parts, itertools.repeat(rest)), sizes, done)
+        share = math.prod(_shape_of(rest)) / of_a_part
+        sizes = [content.nbytes(part) * share for part in parts]
+        pieces = _counted(apply(content.read, parts, itertools.repeat(rest)), sizes, done)
         if len(parts) == 1:
             return next(pieces)[(None,) * len(lead)]
         return _stacked(pieces, _shape_of(lead), dtype)
 
-    shape = leaf.spec.shape
-    if not leaf.stack or leaf.spec.size * dtype.itemsize <= _HOST_STACK_BYTES:
+    if not leaf.stack or math.prod(shape) * dtype.itemsize <= _HOST_STACK_BYTES:
         return placement.put(shape, read)
 
     one_layer = placement.of_one_layer()
@@ -244,9 +250,12 @@ def load_model(
     *,
     dtype: str | DTypeLike | None = None,
     mesh: Mesh | None = None,
+    packed: bool = False,
     progress: bool = False,
 ) -> Decoder:
     """The decoder of an HF directory: its own config.json, and `load_params`."""
     config = ModelConfig.from_directory(directory)
-    params = load_params(directory, config, dtype=dtype, mesh=mesh, progress=progress)
+    params = load_params(
+        directory, config, dtype=dtype, mesh=mesh, packed=packed, progress=progress
+    )
     return Decoder(config, params)

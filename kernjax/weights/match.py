@@ -40,6 +40,7 @@ _BLOCK = 1 << 24  # bytes compared at a time
 
 # Sidecars of a quantised `X.weight`, of any scheme: without being read, they are never ignored.
 _SIDECARS = ("_scale_inv", "_scale", "_packed")
+_WEIGHTS = (".weight", ".experts.gate_up_proj", ".experts.down_proj")
 
 
 def text_tensors(directory: str | Path, config: ModelConfig) -> dict[str, Source]:
@@ -115,17 +116,17 @@ class _Matching:
         if scheme is None or not self._is_quantised(name, scheme):
             tensor = self._take(name, shape, tuple(READABLE))
             return None if tensor is None else Plain(tensor)
-        matrix = (shape[0], shape[-1])
-        code_shape = scheme.code_shape(matrix) if len(shape) == 2 else None
+        stacked = len(shape) == 3 and ".experts." in name
+        code_shape = scheme.code_shape(shape) if len(shape) == 2 or stacked else None
         if code_shape is None:
             self.used |= {name + scheme.codes, name + scheme.scales}
             self.wrong.append(f"{name} {list(shape)} cannot be quantised in this format")
             return None
         codes = self._take(name + scheme.codes, code_shape, (scheme.code_dtype,))
-        scales = self._take(name + scheme.scales, scheme.scale_shape(matrix), scheme.scale_dtypes)
+        scales = self._take(name + scheme.scales, scheme.scale_shape(shape), scheme.scale_dtypes)
         if codes is None or scales is None:
             return None
-        return Quantised(scheme, matrix, codes, scales)
+        return Quantised(scheme, shape, codes, scales)
 
     def _is_quantised(self, name: str, scheme: Scheme) -> bool:
         codes = self._tensors.get(name + scheme.codes)
@@ -154,9 +155,12 @@ class _Matching:
 
 
 def _weight_of(name: str) -> tuple[str, str]:
-    """`X.weight_scale` -> (`X.weight`, `_scale`), a sidecar's weight and suffix; or (name, "")."""
+    """`X.weight_scale` -> (`X.weight`, `_scale`), a sidecar's weight and suffix; or (name, "").
+
+    Experts in one stack are no `.weight`: `experts.down_proj`, `experts.down_proj_scale_inv`.
+    """
     for suffix in _SIDECARS:
-        if name.endswith(".weight" + suffix):
+        if name.endswith(tuple(weight + suffix for weight in _WEIGHTS)):
             return name.removesuffix(suffix), suffix
     return name, ""
 

@@ -169,7 +169,7 @@ def experts_in(names: Iterable[str], config: ModelConfig) -> str:
     names = list(names)
     if any(re.search(r"\.experts\.\d+\.", name) for name in names):
         return ONE_BY_ONE
-    stacked = any(name.endswith((".experts.gate_up_proj", ".experts.down_proj")) for name in names)
+    stacked = any(re.search(r"\.experts\.(gate_up|down)_proj", name) for name in names)
     return STACKED if stacked else usual_experts(config)
 
 

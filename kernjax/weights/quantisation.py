@@ -38,20 +38,30 @@ _E2M1_PAIRS = np.stack([_E2M1_VALUES[_EVERY_BYTE & 15], _E2M1_VALUES[_EVERY_BYTE
 
 
 class Scheme(Protocol):
-    """How a matrix `X.weight` of `shape` [R, C] is stored: as codes and scales."""
+    """How a matrix `X.weight` of `shape` [R, C] is stored: as codes and scales.
+
+    Experts in one stack have another leading axis, and blocks that begin anew with each.
+    """
 
     codes: str  # what follows `X.weight` in the name of the codes, and of the scales
     scales: str
     code_dtype: str  # as a header spells them
     scale_dtypes: tuple[str, ...]
+    packed_dtype: np.dtype  # of the codes as an array: `kernjax.model.packed`
+    per_byte: int  # codes in an element of that
     value_dtype: np.dtype  # holds every value, up to the scales' own precision
     rows_at_once: int  # rows decoded at a time, starting at a multiple of it
 
-    def code_shape(self, shape: tuple[int, int]) -> tuple[int, int] | None:
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns that share a scale."""
+        ...
+
+    def code_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """None: a matrix of this shape cannot be stored."""
         ...
 
-    def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]: ...
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]: ...
 
     def decode(
         self, codes: TensorEntry, scales: TensorEntry, rows: slice, columns: slice
@@ -70,22 +80,25 @@ class BlockScaledFP8:
     scales: ClassVar[str] = "_scale_inv"
     code_dtype: ClassVar[str] = "F8_E4M3"
     scale_dtypes: ClassVar[tuple[str, ...]] = tuple(READABLE)
+    packed_dtype: ClassVar[np.dtype] = np.dtype(ml_dtypes.float8_e4m3fn)
+    per_byte: ClassVar[int] = 1
     value_dtype: ClassVar[np.dtype] = np.dtype(np.float32)
 
     @property
     def rows_at_once(self) -> int:
         return self.block[0]
 
-    def code_shape(self, shape: tuple[int, int]) -> tuple[int, int] | None:
+    def code_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         return shape
 
-    def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        return _blocks(shape[0], self.block[0]), _blocks(shape[1], self.block[1])
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        *lead, rows, columns = shape
+        return (*lead, _blocks(rows, self.block[0]), _blocks(columns, self.block[1]))
 
     def decode(
         self, codes: TensorEntry, scales: TensorEntry, rows: slice, columns: slice
     ) -> np.ndarray:
-        values = _E4M3_VALUES[_bytes_of(codes)[rows, columns]]
+        values = _E4M3_VALUES[bytes_of(codes)[rows, columns]]
         row = scales.array()[rows.start // self.block[0]].astype(np.float32)
         return np.multiply(values, _spread(row, columns, self.block[1]), out=values)
 
@@ -100,24 +113,30 @@ class MXFP4:
     scales: ClassVar[str] = "_scale"
     code_dtype: ClassVar[str] = "U8"
     scale_dtypes: ClassVar[tuple[str, ...]] = ("U8", "F8_E8M0")
+    packed_dtype: ClassVar[np.dtype] = np.dtype(np.uint8)
+    per_byte: ClassVar[int] = 2
     # Two significant bits and float32's range of exponents.
     value_dtype: ClassVar[np.dtype] = READABLE["BF16"]
     rows_at_once: ClassVar[int] = 256
 
-    def code_shape(self, shape: tuple[int, int]) -> tuple[int, int] | None:
-        return None if shape[1] % 2 else (shape[0], shape[1] // 2)
+    @property
+    def block(self) -> tuple[int, int]:
+        return 1, self.group
 
-    def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        return shape[0], _blocks(shape[1], self.group)
+    def code_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        return None if shape[-1] % 2 else (*shape[:-1], shape[-1] // 2)
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:-1], _blocks(shape[-1], self.group))
 
     def decode(
         self, codes: TensorEntry, scales: TensorEntry, rows: slice, columns: slice
     ) -> np.ndarray:
         first, last = columns.start // 2, _blocks(columns.stop, 2)
-        pairs = _E2M1_PAIRS[_bytes_of(codes)[rows, first:last]]
+        pairs = _E2M1_PAIRS[bytes_of(codes)[rows, first:last]]
         values = pairs.reshape(len(pairs), 2 * (last - first))
         values = values[:, columns.start - 2 * first : columns.stop - 2 * first]
-        exponents = _spread(_bytes_of(scales)[rows], columns, self.group)
+        exponents = _spread(bytes_of(scales)[rows], columns, self.group)
         # The largest scale times 6 is beyond float32 and becomes infinite: as the format says.
         with np.errstate(over="ignore"):
             return values * _E8M0_VALUES[exponents]
@@ -203,7 +222,7 @@ def _blocks(length: int, size: int) -> int:
     return -(-length // size)
 
 
-def _bytes_of(tensor: TensorEntry) -> np.ndarray:
+def bytes_of(tensor: TensorEntry) -> np.ndarray:
     """A tensor of one byte an element, mapped, as uint8."""
     return tensor.bytes().reshape(tensor.shape)
 

@@ -11,13 +11,13 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from kernjax.weights.layouts import Index, Layout, read
-from kernjax.weights.quantisation import Scheme
+from kernjax.weights.quantisation import Scheme, bytes_of
 from kernjax.weights.safetensors_files import READABLE, TensorEntry
 
 # Of a file, in one band: a thread holds it as read, and as values. Smaller tensors are not cut.
@@ -79,7 +79,7 @@ class Plain:
         region, inside = layout.region(index)
         rows, rest = region[0], region[1:]
         whole = all(part == slice(0, size) for part, size in zip(rest, self.shape[1:], strict=True))
-        block = np.empty([part.stop - part.start for part in region], dtype)
+        block = np.empty(_lengths(region), dtype)
 
         def fill(start: int, stop: int) -> None:
             band = self.tensor.rows(start, stop)
@@ -93,10 +93,10 @@ class Plain:
 
 @dataclass(frozen=True)
 class Quantised:
-    """A matrix [R, C] as codes and scales."""
+    """A matrix [R, C], or a stack of them [E, R, C], as codes and scales."""
 
     scheme: Scheme
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     codes: TensorEntry
     scales: TensorEntry
 
@@ -112,15 +112,56 @@ class Quantised:
         return {self.scheme.codes: self.codes, self.scheme.scales: self.scales}
 
     def read(self, layout: Layout, index: Index, dtype: np.dtype) -> np.ndarray:
-        (rows, columns), inside = layout.region(index)
-        block = np.empty((rows.stop - rows.start, columns.stop - columns.start), dtype)
+        region, inside = layout.region(index)
+        *lead, rows, columns = region
+        block = np.empty(_lengths(region), dtype)
+        for matrix in range(lead[0].start, lead[0].stop) if lead else [None]:
+            out = block if matrix is None else block[matrix - lead[0].start]
+            codes, scales = (_matrix(tensor, matrix) for tensor in (self.codes, self.scales))
+
+            def fill(start: int, stop: int, out=out, codes=codes, scales=scales) -> None:
+                values = self.scheme.decode(codes, scales, slice(start, stop), columns)
+                out[start - rows.start : stop - rows.start] = values
+
+            _by_bands(fill, rows, self.scheme.rows_at_once)
+        return layout.take(block, inside)
+
+    def read_codes(self, layout: Layout, index: Index) -> np.ndarray:
+        """The codes of parameter[index], whose second axis from the end counts their elements."""
+        region, inside = layout.region(index)
+        rows, rest = region[0], region[1:]
+        codes, block = bytes_of(self.codes), np.empty(_lengths(region), np.uint8)
 
         def fill(start: int, stop: int) -> None:
-            values = self.scheme.decode(self.codes, self.scales, slice(start, stop), columns)
-            block[start - rows.start : stop - rows.start] = values
+            block[start - rows.start : stop - rows.start] = codes[start:stop, *rest]
 
-        _by_bands(fill, rows, self.scheme.rows_at_once)
-        return layout.take(block, inside)
+        _by_bands(fill, rows, max(1, _BAND_BYTES // max(1, codes[0].size)))
+        return layout.take(block.view(self.scheme.packed_dtype), inside)
+
+    def read_scales(self, layout: Layout, index: Index, group: int) -> np.ndarray:
+        """The scales of parameter[index], whose second axis from the end counts groups of rows.
+
+        `group` divides the file's blocks; what shares a scale there has one each here.
+        """
+        region, inside = layout.region(index)
+        *lead, rows, groups = region
+        readable = self.scales.dtype in READABLE
+        scales = self.scales.array() if readable else bytes_of(self.scales)
+        high, wide = self.scheme.block
+        across = np.arange(rows.start, rows.stop) // high
+        along = np.arange(groups.start, groups.stop) * group // wide
+        return layout.take(scales[tuple(lead)][..., across[:, None], along], inside)
+
+
+def _lengths(region: Index) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in region)
+
+
+def _matrix(tensor: TensorEntry, at: int | None) -> TensorEntry:
+    """One of a stack; None: the tensor is no stack."""
+    if at is None:
+        return tensor
+    return replace(tensor.rows(at, at + 1), shape=tensor.shape[1:])
 
 
 def _by_bands(fill: Callable[[int, int], None], rows: slice, step: int) -> None:
