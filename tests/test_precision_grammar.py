@@ -149,8 +149,8 @@ def test_no_two_files_are_the_same_policy() -> None:
 
 def test_named_policies_say_what_the_documents_say() -> None:
     f32, bf16 = parse_policy("f32"), parse_policy("bf16")
-    assert all(FIELDS[n].get(f32) in (F32, "highest", "auto", "unrounded", "load", 0, 1, 64, 512, 2048)
-               for n in FIELDS)  # fmt: skip
+    exact = (F32, "highest", "auto", "unrounded", "load", 0, 1, 64, 512, 2048)
+    assert all(FIELDS[n].get(f32) in exact for n in FIELDS)
     assert (bf16.activations, bf16.weights, bf16.logits) == (BF16, BF16, F32)
     assert (bf16.attention.p, bf16.kv_cache.k, bf16.kv_cache.v) == (BF16, BF16, BF16)
     assert {bf16.attention.m, bf16.attention.l, bf16.attention.acc} == {F32}
