@@ -11,8 +11,12 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 from instrument import run
+
+from kernjax.recording import Recording, load_recording
+from kernjax.scoring.session import Session
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -72,6 +76,99 @@ def test_the_shown_commands_without_a_model_run(tmp_path, monkeypatch, capsys):
             assert shown in names
     report = importlib.import_module("kernjax.report")
     assert run(report, f"--verdict={folder}", "--output_dir=page") == 0
+
+
+# What stands for something else on the pages, and what a test has in its place.
+PLACEHOLDERS = {
+    "--model=DIR": "--model=demo",
+    "--model=CONVERTED": "--model=demo",
+    "--corpus=article": "--corpus=demo",
+    "--reference=out/reference": "--reference={demo}/demo.f32.zip",
+    "--reference=refs/f32": "--reference={demo}/demo.f32.zip",
+    "--band=out/band.json": "--band={demo}/demo.band.json",
+    "--band=refs/band.json": "--band={demo}/demo.band.json",
+}
+DEMO = ROOT / "kernjax" / "demo" / "recordings"
+
+
+def filled(words: tuple[str, ...]) -> list[str]:
+    return [PLACEHOLDERS.get(word, word).format(demo=DEMO) for word in words]
+
+
+@functools.cache
+def recorded(corpus: str) -> Recording:
+    """What stands for a run of the model: another normal producer's recording."""
+    return load_recording(DEMO / f"{corpus}.chunk32.zip")
+
+
+CHECKS = {tuple(w) for _, w in SHOWN if w[0] == "kernjax.check"}
+OWN_KERNEL = (ROOT / "docs" / "own_kernel.md").read_text(encoding="utf-8")
+(PROGRAM,) = re.findall(r"^```python\n(import jax.*?)^```", OWN_KERNEL, re.M | re.S)
+
+
+@pytest.mark.parametrize("words", sorted(CHECKS), ids=" ".join)
+def test_shown_checks_run(tmp_path, monkeypatch, capsys, words):
+    """All of a check but the model: flags, policies, kernels, files, the judgement, the report."""
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "my_module.py").write_text(PROGRAM, encoding="utf-8")
+    for name in ("kernjax", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = []
+
+    def record(session, policy, out, kernels=None, **keywords):
+        asked.append(kernels)
+        return recorded(session.corpus.name)
+
+    monkeypatch.setattr(Session, "record", record)
+    name, *argv = filled(words)
+    code = run(importlib.import_module(name), *argv)
+    captured = capsys.readouterr()
+    line = json.loads(captured.out.splitlines()[-1])
+    assert code == line["exit_code"] != 3, captured.err
+    assert bool(asked) != any(word.startswith("--candidate=") for word in argv)
+    kernels = [
+        word for word in argv if word.startswith("attention.prefill=") or "--kernel=" in word
+    ]
+    assert bool(asked and asked[0]) == bool(kernels)
+    assert f"python -m {name}" in line["command"]
+
+
+_LONG = ("kernjax.record", "kernjax.plan", "kernjax.convert")
+RUNS = {tuple(w) for _, w in SHOWN if w[0] in _LONG and "SHARED" not in str(w)}
+
+
+@pytest.mark.parametrize("words", sorted(RUNS), ids=" ".join)
+def test_shown_runs_pass_their_own_check(tmp_path, monkeypatch, capsys, words):
+    """`--only_check_args`: flags and files, and what the model makes of them."""
+    monkeypatch.chdir(tmp_path)
+    name, *argv = filled(words)
+    assert run(importlib.import_module(name), *argv, "--only_check_args") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["checked"] is True
+
+
+def test_the_twenty_lines_of_the_page_are_attention(monkeypatch):
+    """Against the op's own float32, with grouped heads and garbage behind the sequences."""
+    assert len(PROGRAM.strip().splitlines()) <= 20
+    space = {}
+    exec(compile(PROGRAM, "own_kernel.md", "exec"), space)
+    rng = np.random.default_rng(5)
+    q = rng.standard_normal((2, 5, 4, 8), np.float32)
+    k, v = (rng.standard_normal((2, 12, 2, 8)).astype(np.float32) for _ in "kv")
+    q_offset, kv_length = np.array([3, 0], np.int32), np.array([8, 4], np.int32)
+    for sequence, length in enumerate(kv_length):
+        k[sequence, length:] = v[sequence, length:] = np.nan
+    keywords = {"q_offset": q_offset, "kv_length": kv_length, "k_scale": 1.5, "v_scale": 0.5}
+    found = space["my_function"](q, k, v, **keywords, scale=None, formats=None)
+    expected = np.zeros_like(q)
+    for b, t, n in np.ndindex(2, 5, 4):
+        last = min(q_offset[b] + t, kv_length[b] - 1)
+        keys = 1.5 * k[b, : last + 1, n // 2].astype(np.float64)
+        weights = np.exp(keys @ q[b, t, n] / np.sqrt(8))
+        expected[b, t, n] = weights @ v[b, : last + 1, n // 2] * 0.5 / weights.sum()
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
 
 
 def anchors(page: Path) -> set[str]:
