@@ -35,13 +35,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kernjax.base import command
+from kernjax.base import command, shared_flags
 from kernjax.base.resources import model_directory
 from kernjax.pods import Pod, PodFlags
 
 FLAGS = command.Flags("record", __doc__)
-_MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
+_MODEL = shared_flags.model(FLAGS)
+_CORPUS = shared_flags.corpus(FLAGS)
 _POLICY = FLAGS.string("policy", "f32", "Precision policy; see above.")
 _KERNEL = FLAGS.multi_string("kernel", "OP=module:function; may be repeated.")
 _OUT = FLAGS.string(
@@ -54,8 +54,8 @@ _ATTENTION = FLAGS.enum("attn_implementation", "eager", ["eager", "sdpa"], "Of t
 _WINDOW = FLAGS.integer(
     "prefill_window", None, "Tokens a prefill call; default: the policy's.", lower_bound=1
 )
-_BATCH_SIZE = FLAGS.integer("batch_size", 16, "Segments of one depth run together.", lower_bound=1)
-_MESH = FLAGS.string("mesh", None, "Devices, e.g. data=1,tensor=8.")
+_BATCH_SIZE = shared_flags.batch_size(FLAGS)
+_MESH = shared_flags.mesh(FLAGS)
 _LIMIT = FLAGS.integer("limit", None, "At most so many segments per kind and depth.", lower_bound=1)
 _RESCORE = FLAGS.boolean("rescore", False, "Also score the decoded tokens by one prefill call.")
 _HIDDEN = FLAGS.boolean("hidden", False, "Also keep a sketch of the residual stream per layer.")
@@ -69,7 +69,7 @@ _FORCE_ROUTES = FLAGS.string(
     "force_routes", None, "Recording made with --routes=all whose experts every token is sent to."
 )
 _OVERWRITE = FLAGS.boolean("overwrite", False, "Replace a recording that is there already.")
-_MIRROR = FLAGS.string("mirror", None, "Directory with a text corpus's sources.")
+_MIRROR = shared_flags.mirror(FLAGS)
 _ONLY_CHECK = FLAGS.boolean(
     "only_check_args", False, "Check flags and files, then stop; needs none of the devices."
 )
@@ -147,10 +147,9 @@ def _check(model: Path, policy: Any) -> None:
 
     config = ModelConfig.from_directory(model)
     check_readable(model, config)
-    check_fits(config, policy, load_kernels(_KERNEL.value))
+    mesh = check_mesh(config, _MESH.value) if _MESH.value else None
+    check_fits(config, policy, load_kernels(_KERNEL.value), mesh)
     check_routes(config, _ROUTES.value)
-    if _MESH.value:
-        check_mesh(config, _MESH.value)
 
 
 def _producer(model: Path, policy: Any, pod: Pod) -> Any:

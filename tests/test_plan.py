@@ -21,20 +21,21 @@ from kernjax import plan
 from kernjax.base import command
 from kernjax.base.errors import UserError
 from kernjax.model import ModelConfig
+from kernjax.model.packed import Packed
 from kernjax.model.params import leaves
 from kernjax.planning import bounds, compiler, programs, report
 from kernjax.planning.bounds import Bound
 from kernjax.planning.chips import CHIPS, GIB, parse_topology
 from kernjax.planning.compiler import Memory, TooLarge, too_large
-from kernjax.planning.models import default_mesh, model_names, read_model
+from kernjax.planning.models import default_mesh, model_names, read_format, read_model
 from kernjax.precision import parse_policy
 from kernjax.weights.sharding import MESH_AXES
 
 TINY = ModelConfig.from_dict(CONFIG)
 
 
-def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> AbstractMesh:
-    return AbstractMesh((data, fsdp, tensor), MESH_AXES)
+def mesh(data: int = 1, sequence: int = 1, fsdp: int = 1, tensor: int = 1) -> AbstractMesh:
+    return AbstractMesh((data, sequence, fsdp, tensor), MESH_AXES)
 
 
 def setup(policy: str = "bf16", context: int = 1024, batch: int = 1, config=TINY, **axes: int):
@@ -44,7 +45,7 @@ def setup(policy: str = "bf16", context: int = 1024, batch: int = 1, config=TINY
 @pytest.fixture
 def no_tpu(monkeypatch):
     """The slice is CPU devices, and libtpu is not needed."""
-    monkeypatch.setattr(compiler, "prepare", lambda: None)
+    monkeypatch.setattr(compiler, "prepare", lambda topologies: None)
     monkeypatch.setattr(compiler, "devices_of", lambda topology: jax.devices()[:1])
 
 
@@ -82,6 +83,7 @@ def test_without_libtpu_the_message_names_the_extra(model, monkeypatch, capsys) 
         ("v5e:2x2x1", "grid '2x2x1'.*2 numbers"),
         ("v5e:0x2", "grid '0x2'"),
         ("v5e:2 x2", "grid"),
+        ("h100:2x4", "grid '2x4'.*a number of chips for h100, as h100:8"),
     ],
 )
 def test_bad_topologies(text: str, message: str) -> None:
@@ -95,6 +97,14 @@ def test_topologies_count_chips_and_devices() -> None:
     assert slice_.device_hbm == 96 * GIB
     assert slice_.device_flops * 8 == CHIPS["tpu7x"].flops * 4
     assert parse_topology("v5p:4x8x8").devices == 256
+    host = parse_topology("h100:8")
+    assert (host.devices, host.chip.platform, host.device_hbm) == (8, "cuda", 80 * GIB)
+
+
+def test_without_the_gpu_compiler_the_message_names_what_brings_it(monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="GPU compiler is not here.*jax_cuda13_plugin.*nvidia-cuda"):
+        compiler.prepare([parse_topology("h100:8")])
 
 
 @pytest.mark.parametrize(
@@ -106,6 +116,8 @@ def test_topologies_count_chips_and_devices() -> None:
         (["--context=64", "--mesh=expert=1"], "unknown axis 'expert'"),
         (["--context=64", "--policy=bf17"], "Policy 'bf17' does not exist"),
         (["--context=0"], "a whole number of at least 1"),
+        (["--context=64", "--policy=bf16,dequantise=layer"], "keeps weights quantised, but"),
+        (["--context=64", "--format=int4"], "int4"),
     ],
 )
 def test_bad_arguments(model, no_tpu, capsys, flags, message) -> None:
@@ -232,6 +244,50 @@ def test_default_mesh_holds_no_kv_head_twice(devices: int, text: str) -> None:
     assert default_mesh(read_model("qwen3.8-27b"), devices) == text
 
 
+def test_k3_keeps_its_experts_as_published() -> None:
+    """By hand: half a byte a weight and a byte for 32; everything else in bfloat16 or float32."""
+    config, axes = read_model("kimi-k3"), {"fsdp": 2, "tensor": 32}
+    planned = dataclasses.replace(
+        setup("f32,weights=bf16,dequantise=layer", config=config, **axes),
+        quantised=read_format("kimi-k3", "published"),
+    )
+    weights = dict(leaves(programs.abstract_weights(planned)))
+    experts = {path: leaf for path, leaf in weights.items() if "experts" in path}
+    assert {type(leaf) for leaf in experts.values()} == {Packed} and len(experts) == 6
+    down = experts["full_moe", "moe", "experts", "down"]
+    assert down.codes.shape == (24, 896, 1536, 3584) and down.scales.shape == (24, 896, 96, 3584)
+    assert down.codes.sharding.spec == PartitionSpec(None, "tensor", "fsdp", None)
+    assert down.codes.sharding.shard_shape(down.codes.shape) == (24, 28, 768, 3584)
+    assert down.shape == (24, 896, 3072, 3584) and down.dtype == jnp.bfloat16
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(experts))
+    assert held == 92 * 896 * 3 * 3584 * 3072 * 17 // 32
+    assert not any(isinstance(weights[path], Packed) for path in weights.keys() - experts.keys())
+    # A step of one token reads 16 of a layer's 896 experts.
+    every = dict(leaves(programs.abstract_weights(setup("bf16", config=config, **axes))))
+    others = {path: leaf for path, leaf in every.items() if path not in experts}
+    read = sum(bounds._local_bytes(leaf) for path, leaf in others.items() if path != ("embed",))
+    cached = bounds._cache_bytes(planned, 1025)
+    expected = held / 64 * 16 / 896 + read + cached
+    found = bounds.decode_bound(planned, parse_topology("v5p:4x4x4"), 1024).bytes
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_other_formats_of_a_checkpoint() -> None:
+    """FP8: matrices at least a block each way; b and a, of 48 columns, are not."""
+    config = read_model("qwen3.8-27b")
+    assert read_format("qwen3.8-27b", "published") is None
+    assert read_format("kimi-k3", "plain") is None
+    planned = dataclasses.replace(
+        setup("bf16,dequantise=layer", config=config), quantised=read_format("qwen3.8-27b", "fp8")
+    )
+    weights = dict(leaves(programs.abstract_weights(planned)))
+    packed = {path[-1] for path, leaf in weights.items() if isinstance(leaf, Packed)}
+    assert packed == {"qkv", "z", "out", "q", "gate", "k", "v", "o", "up", "down"}
+    up = weights["linear", "mlp", "up"]
+    assert up.codes.dtype == jnp.float8_e4m3fn and up.codes.shape == (48, 5120, 17408)
+    assert up.scales.dtype == jnp.bfloat16 and up.scales.shape == (48, 40, 17408)
+
+
 def test_weights_and_cache_are_sharded() -> None:
     planned = setup(fsdp=2, tensor=2, batch=2, data=2)
     weights = dict(leaves(programs.abstract_weights(planned)))
@@ -243,6 +299,13 @@ def test_weights_and_cache_are_sharded() -> None:
     assert cache.conv.sharding.spec == PartitionSpec(None, "data", None, "tensor")
     assert cache.state.sharding.spec == PartitionSpec(None, "data", "tensor", None, None)
     assert cache.capacity == 1536 and cache.keys.shape == (1, 2, 1536, 2, 16)
+    split = setup(sequence=3, tensor=2)
+    keys = programs.abstract_cache(split).keys
+    assert keys.sharding.shard_shape(keys.shape) == (1, 1, keys.shape[2] // 3, 1, 16)
+    assert 1536 <= keys.shape[2] < 1536 + 3
+    step = programs.decode_step(split)
+    cache, _ = jax.eval_shape(step.function, *step.arguments)
+    assert cache.keys.shape == keys.shape
     with pytest.raises(UserError, match="data=2 does not divide the model's 1 batch"):
         programs.abstract_cache(setup(data=2))
 

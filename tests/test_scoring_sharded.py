@@ -17,6 +17,7 @@ EIGHT_DEVICES = """
     import jax, numpy as np
     jax.config.update("jax_num_cpu_devices", 8)
     from kernjax.precision import parse_policy
+    from kernjax.scoring import batch as scoring
     from kernjax.scoring.batch import RowPlan
     from kernjax.scoring.producer import JaxProducer
     from kernjax.weights import parse_mesh
@@ -25,6 +26,8 @@ EIGHT_DEVICES = """
     tokens = np.random.default_rng(0).integers(0, 64, (4, context + 5)).astype(np.int32)
     plan = RowPlan(np.asarray([7, 39], np.int32))
     policy = parse_policy("f32,prefill_window=20")
+    # 45 slots, 12 in each of four parts: windows straddle them, and the last one is not full.
+    scoring._capacity = lambda tokens: tokens
 
     def logprobs(producer, tokens):
         rows = producer.score(tokens, context, [plan] * len(tokens))
@@ -35,7 +38,12 @@ EIGHT_DEVICES = """
     # Two at a time: as many as a device has on `data=2`.
     one = np.concatenate([logprobs(single, tokens[:2]), logprobs(single, tokens[2:])])
     differences = {}
-    for text, batch in (("data=2", 4), ("fsdp=2,tensor=2", 2), ("data=2,fsdp=2,tensor=2", 3)):
+    for text, batch in (
+        ("data=2", 4),
+        ("fsdp=2,tensor=2", 2),
+        ("data=2,fsdp=2,tensor=2", 3),
+        ("sequence=4", 2),
+    ):
         count = int(np.prod([int(item.partition("=")[2]) for item in text.split(",")]))
         mesh = parse_mesh(text, jax.devices()[:count])
         producer, data = JaxProducer(directory, policy, mesh=mesh), mesh.shape["data"]
@@ -43,25 +51,28 @@ EIGHT_DEVICES = """
         differences[text] = float(np.abs(sharded - one[:batch]).max())
         placement = producer.scorer._placement
         assert placement.filled(batch) == -(-batch // data) * data
-        cache = placement.empty_cache(4, 64)
+        cache, parts = placement.empty_cache(4, 62), mesh.shape["sequence"]
         for leaf in (cache.keys, cache.values, cache.conv, cache.state):
             part = leaf.addressable_shards[0].data
             assert len(leaf.sharding.device_set) == count
-            # Sequences over `data`, heads over `tensor`; layers and tokens whole.
+            # Sequences over `data`, heads over `tensor`, slots over `sequence`; layers whole.
             assert part.shape[1] == leaf.shape[1] // data, text
-            assert part.size * data * mesh.shape["tensor"] == leaf.size, text
+            split = parts if leaf is cache.keys or leaf is cache.values else 1
+            assert part.size * data * mesh.shape["tensor"] * split == leaf.size, text
+        assert cache.capacity == -(-62 // parts) * parts
+        assert cache.keys.addressable_shards[0].data.shape[2] * parts == cache.capacity
         # Each part of `data` is a program of its own: it sees its sequences and no others.
         seen = []
         jax.eval_shape(
-            placement.by_sequences(
+            placement.by_parts(
                 lambda c, b: (seen.append((c.keys.shape[1], len(b))), b)[1], "cb", "b"
             ),
             cache,
             placement.put(np.zeros((4, 3), np.int32)),
         )
-        parts = data if placement.is_split else 1
-        assert seen[-1] == (4 // parts, 4 // parts)
-        assert placement.is_split or text.count("=") != 1
+        if placement.parted:
+            assert seen[-1] == (4 // data, 4 // data)
+        assert placement.parted == {axis for axis in ("data", "sequence") if mesh.shape[axis] > 1}
     print(json.dumps(differences))
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from kernjax.base.errors import UserError
 from kernjax.model.config import ModelConfig
 from kernjax.model.params import abstract_params, leaves, random_params
 from kernjax.weights import format_mesh, parse_mesh, partition_spec, save_hf
-from kernjax.weights.sharding import MESH_AXES, RULES
+from kernjax.weights.sharding import MESH_AXES, RULES, parse_mesh_sizes
 
 CONFIG = ModelConfig.from_dict(TINY)
 
@@ -72,7 +73,7 @@ def test_colliding_and_unknown_axes() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tenser=1", "unknown axis 'tenser'.*data, fsdp, tensor"),
+        ("tenser=1", "unknown axis 'tenser'.*data, sequence, fsdp, tensor"),
         ("", "unknown axis ''"),
         ("tensor=1,tensor=1", "'tensor' is given twice"),
         ("tensor=0", "size '0' of axis 'tensor'"),
@@ -91,6 +92,9 @@ def test_mesh_round_trip() -> None:
     assert format_mesh(parsed) == "data=1,fsdp=1,tensor=1"
     assert parse_mesh(format_mesh(parsed), jax.devices()[:1]) == parsed
     assert set(parsed.axis_types) == {jax.sharding.AxisType.Auto}
+    split = mesh(data=2, sequence=4)
+    assert format_mesh(split) == "data=2,sequence=4,fsdp=1,tensor=1"
+    assert math.prod(parse_mesh_sizes(format_mesh(split)).values()) == 8
 
 
 FOUR_DEVICES = """

@@ -18,6 +18,7 @@ from kernjax.model.cache import Cache
 from kernjax.model.config import ModelConfig
 from kernjax.model.execution import LayerPlan
 from kernjax.model.layers import linear, rms_norm, rotary_angles, rotate, rounder
+from kernjax.model.sequence import write_part
 from pallas_kernels.formats import Format, as_bits, store
 
 
@@ -60,8 +61,9 @@ class Attention(nnx.Module):
         q, k = rotate(q, angles, policy), rotate(k, angles, policy)
 
         kv = policy.kv_cache
-        keys = write_cache(cache.keys, stored(k, kv.k_scale, kv.k), index, start)
-        values = write_cache(cache.values, stored(v, kv.v_scale, kv.v), index, start)
+        at = (index, start, plan.sequence)
+        keys = write_cache(cache.keys, stored(k, kv.k_scale, kv.k), *at)
+        values = write_cache(cache.values, stored(v, kv.v_scale, kv.v), *at)
         o = plan.attend(
             "attention.decode" if decode else "attention.prefill",
             q,
@@ -84,8 +86,19 @@ def stored(x: jax.Array, scale: float, fmt: Format) -> jax.Array:
     return store(x if scale == 1.0 else x / jnp.float32(scale), fmt)
 
 
-def write_cache(cache: jax.Array, new: jax.Array, index: jax.Array, start: jax.Array) -> jax.Array:
-    """cache [layers, B, S, G, H] with new [B, T, G, H] at [index, :, start : start + T]."""
+def write_cache(
+    cache: jax.Array,
+    new: jax.Array,
+    index: jax.Array,
+    start: jax.Array,
+    sequence: str | None = None,
+) -> jax.Array:
+    """cache [layers, B, S, G, H] with new [B, T, G, H] at [index, :, start : start + T].
+
+    `sequence` as in `LayerPlan`: S are then the slots of this device's part.
+    """
     narrow = jnp.issubdtype(cache.dtype, jnp.integer)
     new = as_bits(new) if narrow else new.astype(cache.dtype)
+    if sequence is not None:
+        return write_part(cache, new, index, start, sequence)
     return jax.lax.dynamic_update_slice(cache, new[None], (index, 0, start, 0, 0))

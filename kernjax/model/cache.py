@@ -18,8 +18,9 @@ class Cache:
     """State of B sequences after `length` tokens; the leading axis runs over layers of one kind.
 
     - keys, values: [full layers, B, S, G, H], the bits (`pallas_kernels.formats.as_bits`) of the
-      KV cache's storage dtype, S the capacity; slots from `length` on are undefined. Of latent
-      attention one head, of unlike widths (`ModelConfig.cached_widths`).
+      KV cache's storage dtype, S the capacity (split over a mesh: that of a part, inside its
+      program); slots from `length` on are undefined. Of latent attention one head, of unlike widths
+      (`ModelConfig.cached_widths`).
     - conv: [linear layers, B, conv_kernel - 1, C], the last inputs of the causal convolution.
     - state: [linear layers, B, Hv, K, V] float32, already rounded to the state's format.
     - length: int32 [], tokens seen; the same for all rows (a batch holds one depth).

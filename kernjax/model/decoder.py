@@ -1,10 +1,8 @@
 """The hybrid decoder: embedding, layers scanned by kind, final norm, logits.
 
-Layers with the same parameters are a stack. Their pattern is cut into a unit that repeats (three
-GDN layers and one attention layer, say) and what lies before and after; runs of one stack inside
-the unit are scanned, and so are the repeats, so that what is compiled does not grow with depth.
-Layers whose plan differs (a policy or a kernel on some layers only) become branches of one
-`lax.switch`.
+Layers with the same parameters are a stack, and run in loops (`kernjax.model.pattern`), so that
+what is compiled does not grow with depth. Layers whose plan differs (a policy or a kernel on some
+layers only) become branches of one `lax.switch`.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,10 +20,12 @@ from flax import nnx
 
 from kernjax.model.cache import Cache, row
 from kernjax.model.config import STACKS, ModelConfig
+from kernjax.model.embedding import look_up
 from kernjax.model.execution import Execution, LayerPlan
 from kernjax.model.layer import DecoderLayer
 from kernjax.model.layers import dot, layer_norm
 from kernjax.model.moe import Routes
+from kernjax.model.pattern import Captured, Carry, Step, run_pattern
 from kernjax.model.residual import Mixture, Stream, new_stream
 from pallas_kernels.formats import round_to, store
 
@@ -53,18 +53,6 @@ class Decoder(nnx.Module):
         self.linear_moe, self.full_moe = stack("linear_moe"), stack("full_moe")
         blocks = config.block_size is not None
         self.output_res = Mixture(params["output_res"]) if blocks else None
-
-
-class Captured(NamedTuple):
-    """What a call shows of its layers at some columns R; None: not asked for.
-
-    hidden float32 [layers, B, R, D], the residual stream after every layer (of attention residuals
-    the running block's, `Stream.x`); routes [mixtures of
-    experts, B, R, ...] of every layer that has one.
-    """
-
-    hidden: jax.Array | None = None
-    routes: Routes | None = None
 
 
 def forward(
@@ -95,14 +83,15 @@ def forward(
     config = decoder.config
     count = jnp.int32(tokens.shape[1]) if count is None else count
     stream_dtype = execution.container(lambda policy: policy.activations)
-    x = store(decoder.embed[...][tokens], execution.top.activations).astype(stream_dtype)
+    x = look_up(decoder.embed[...], tokens, execution.embedding)
+    x = store(x, execution.top.activations).astype(stream_dtype)
 
     step = _Layers(decoder, count, decode, capture, routes, forced).step(
         _stack_plans(config, (execution, *variants)), which, _cache_rows(config), cache.length
     )
     stream = new_stream(x, config.num_layers, config.block_size)
     carry = (stream, cache.keys, cache.values, cache.conv, cache.state)
-    carry, captured = _run_pattern(config.layer_stacks, step, carry)
+    carry, captured = run_pattern(config.layer_stacks, step, carry)
     stream, keys, values, conv, state = carry
     hidden = stream.x
     if decoder.output_res is not None:
@@ -151,10 +140,6 @@ def run_layer(
     carry = (Stream(x, kept), cache.keys, cache.values, cache.conv, cache.state)
     (stream, keys, values, conv, state), _ = step(stack, index, carry)
     return stream.x, Cache(keys, values, conv, state, cache.length + count)
-
-
-Carry = tuple[Stream, jax.Array, jax.Array, jax.Array, jax.Array]
-Step = Callable[[str, jax.Array, Carry], tuple[Carry, Captured]]
 
 
 class _Plans(NamedTuple):
@@ -272,84 +257,3 @@ def _looked_up(table: np.ndarray, index: jax.Array) -> jax.Array:
     """table[index]; without a table where it is the identity."""
     identity = np.array_equal(table, np.arange(len(table)))
     return index if identity else jnp.asarray(table)[index]
-
-
-def _run_pattern(layers: tuple[str, ...], step: Step, carry: Carry) -> tuple[Carry, Captured]:
-    """Runs every layer, named by its stack, in order; captured values come back in layer order."""
-    pattern = repeating_unit(layers)
-    seen: list[Captured] = []
-
-    def run_part(part: tuple[str, ...], before: Mapping[str, jax.Array], carry: Carry):
-        """`part` of the layers, with `before` layers of each stack before it."""
-        seen, position = [], dict(before)
-        for name, group in itertools.groupby(part):
-            length, first = len(list(group)), position[name]
-            carry, out = jax.lax.scan(
-                lambda carry, offset, name=name, first=first: step(name, first + offset, carry),
-                carry,
-                jnp.arange(length, dtype=jnp.int32),
-            )
-            position[name] = first + length
-            seen.append(out)
-        return carry, _joined(seen)
-
-    def count(part: tuple[str, ...]) -> dict[str, int]:
-        return {name: part.count(name) for name in STACKS}
-
-    if pattern.head:
-        carry, out = run_part(pattern.head, dict.fromkeys(STACKS, 0), carry)
-        seen.append(out)
-    before, per_unit = count(pattern.head), count(pattern.unit)
-
-    def run_unit(carry: Carry, repeat: jax.Array):
-        positions = {name: repeat * per_unit[name] + before[name] for name in STACKS}
-        return run_part(pattern.unit, positions, carry)
-
-    carry, out = jax.lax.scan(run_unit, carry, jnp.arange(pattern.repeats, dtype=jnp.int32))
-    seen.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out))
-    if pattern.tail:
-        done = count(layers[: len(layers) - len(pattern.tail)])
-        carry, out = run_part(pattern.tail, done, carry)
-        seen.append(out)
-    return carry, _joined(seen)
-
-
-def _joined(seen: Sequence[Captured]) -> Captured:
-    """What consecutive layers show, one after another; not all of them are mixtures of experts."""
-    hidden = [one.hidden for one in seen if one.hidden is not None]
-    routes = [one.routes for one in seen if one.routes is not None]
-    return Captured(
-        jnp.concatenate(hidden) if hidden else None,
-        jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *routes) if routes else None,
-    )
-
-
-class Pattern(NamedTuple):
-    """layers = head + unit * repeats + tail."""
-
-    head: tuple[str, ...]
-    unit: tuple[str, ...]
-    repeats: int
-    tail: tuple[str, ...]
-
-
-@functools.cache
-def repeating_unit(layers: tuple[str, ...]) -> Pattern:
-    """The cut of `layers` that leaves the fewest runs of one stack to write out.
-
-    A pattern that never repeats is one unit, once.
-    """
-
-    def cut(start: int, size: int) -> Pattern:
-        unit, stop = layers[start : start + size], start + size
-        while layers[stop : stop + size] == unit:
-            stop += size
-        return Pattern(layers[:start], unit, (stop - start) // size, layers[stop:])
-
-    def written_out(pattern: Pattern) -> int:
-        parts = (pattern.head, pattern.unit, pattern.tail)
-        return sum(len(list(itertools.groupby(part))) for part in parts)
-
-    total = len(layers)
-    cuts = (cut(start, size) for start in range(total) for size in range(1, total - start + 1))
-    return min(cuts, key=lambda p: (written_out(p), len(p.head), len(p.tail), len(p.unit)))

@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernjax.model.embedding import EmbeddingPlacement
 from kernjax.model.moe import ExpertPlacement
+from kernjax.model.sequence import attend_by_parts
 from kernjax.precision import LayerPolicy, Policy
 from pallas_kernels.formats import Format, from_bits
 from pallas_kernels.ops import OPS
@@ -22,12 +24,14 @@ Op = Callable[..., jax.Array | tuple[jax.Array, jax.Array]]
 class LayerPlan:
     """One layer's formats, and plug-ins in place of ops; equal plans compile once.
 
-    `experts`: how a mixture of experts lies on a mesh.
+    `experts`: how a mixture of experts lies on a mesh. `sequence`: the mesh axis over which the
+    cache's slots are split, None where every device has them all.
     """
 
     policy: LayerPolicy
     kernels: tuple[tuple[str, Op], ...] = ()
     experts: ExpertPlacement | None = None
+    sequence: str | None = None
 
     def op(self, name: str) -> Op:
         """The function that computes op `name` at this layer, called with the public signature."""
@@ -42,6 +46,9 @@ class LayerPlan:
         keys: jax.Array,
         values: jax.Array,
         layer: jax.Array,
+        *,
+        q_offset: jax.Array,
+        kv_length: jax.Array,
         **rest: Any,
     ) -> jax.Array:
         """Attention op `name` over row `layer` of the cached stacks `Cache.keys` and `.values`.
@@ -62,15 +69,26 @@ class LayerPlan:
             from_bits(x, fmt.storage_dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x
             for x, fmt in caches
         )
-        return self.op(name)(q, k, v, k_scale=stored.k_scale, v_scale=stored.v_scale, **rest)
+        attention = functools.partial(
+            self.op(name), q, k, v, k_scale=stored.k_scale, v_scale=stored.v_scale, **rest
+        )
+        visible = {"q_offset": q_offset, "kv_length": kv_length}
+        if self.sequence is None:
+            return attention(**visible)
+        attention = functools.partial(attention, return_lse=True)
+        return attend_by_parts(attention, keys.shape[2], self.sequence, **visible)
 
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """A plan for every layer, static under jit; `top` governs embedding, final norm and logits."""
+    """A plan for every layer, static under jit; `top` governs embedding, final norm and logits.
+
+    `embedding`: how the embedding lies on a mesh.
+    """
 
     top: LayerPolicy
     layers: tuple[LayerPlan, ...]
+    embedding: EmbeddingPlacement | None = None
 
     def container(self, site: Callable[[LayerPolicy], Format]) -> jnp.dtype:
         """One dtype that holds `site` at every layer: the common storage dtype, else float32."""
@@ -86,21 +104,23 @@ def plan_execution(
     num_layers: int,
     kernels: Mapping[str, Op] | None = None,
     experts: ExpertPlacement | None = None,
+    sequence: str | None = None,
+    embedding: EmbeddingPlacement | None = None,
 ) -> Execution:
     """The execution of `policy` on a model of `num_layers`, with plug-ins in place of named ops.
 
     `kernels` maps an op's name (`attention.prefill`, ...) to a function of the op's public
     signature; the others come from `pallas_kernels`, where the policy names an implementation. One
-    with a method `covers(layer)` stands in where that says so. `experts` places mixtures of
-    experts on a mesh.
+    with a method `covers(layer)` stands in where that says so. `experts`, `sequence` and
+    `embedding` say how things lie on a mesh: see `LayerPlan` and `Execution`.
     """
     plugged = sorted((kernels or {}).items(), key=lambda item: item[0])
 
     def at(layer: int) -> LayerPlan:
         here = (pair for pair in plugged if getattr(pair[1], "covers", _everywhere)(layer))
-        return LayerPlan(policy.for_layer(layer), tuple(here), experts)
+        return LayerPlan(policy.for_layer(layer), tuple(here), experts, sequence)
 
-    return Execution(policy.without_overrides(), tuple(map(at, range(num_layers))))
+    return Execution(policy.without_overrides(), tuple(map(at, range(num_layers))), embedding)
 
 
 def _everywhere(layer: int) -> bool:

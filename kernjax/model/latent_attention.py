@@ -73,10 +73,9 @@ class LatentAttention(nnx.Module):
         c = plain_rms_norm(both[..., :rank], self.kv_norm[...], sizes.norm_eps, policy)
         key, value = jnp.concatenate([c, both[..., rank:]], axis=-1), c
         kv = policy.kv_cache
-        keys = write_cache(cache.keys, stored(key[:, :, None], kv.k_scale, kv.k), index, start)
-        values = write_cache(
-            cache.values, stored(value[:, :, None], kv.v_scale, kv.v), index, start
-        )
+        at = (index, start, plan.sequence)
+        keys = write_cache(cache.keys, stored(key[:, :, None], kv.k_scale, kv.k), *at)
+        values = write_cache(cache.values, stored(value[:, :, None], kv.v_scale, kv.v), *at)
         o = plan.attend(
             "attention.decode" if decode else "attention.prefill",
             q,

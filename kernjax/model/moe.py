@@ -8,7 +8,8 @@ y + sigmoid(x w_g) * shared(x)                     y: norm(y) W_up where experts
 
 Only chosen experts are computed: rows (a token at one of its experts) are sorted by expert, and
 each expert multiplies its own, a block of rows at a time, in a loop over the blocks in use. Weights
-are read where they lie in the stack of all layers: neither gathered nor copied layer by layer.
+are read where they lie in the stack of all layers: neither gathered nor copied layer by layer, and
+dequantised, where they are held packed, for one block of rows.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from kernjax.model.config import SOFTMAX, MoEConfig
 from kernjax.model.layers import MLP, Glu, dot, linear, normalised, rounder, swiglu
+from kernjax.model.packed import Packed, unpacked
 from kernjax.precision import LayerPolicy
 from pallas_kernels.formats import round_to, store
 
@@ -51,9 +53,9 @@ class Routes(NamedTuple):
 class Stacks(NamedTuple):
     """Experts of all layers: gate and up [layers, E, W, F], down [layers, E, F, W]."""
 
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
+    gate: jax.Array | Packed
+    up: jax.Array | Packed
+    down: jax.Array | Packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +112,8 @@ class MoE(nnx.Module):
         routes, weights = route(x, router, bias, policy, config, forced)
 
         h = x if self.latent_down is None else linear(x, self.latent_down[...], policy)
-        stacks = Stacks(*(w[...] for w in (self.experts.gate, self.experts.up, self.experts.down)))
+        held = (self.experts.gate, self.experts.up, self.experts.down)
+        stacks = Stacks(*(weight.get_value() for weight in held))
         exact = config.float32_router
         y = weighted_experts(h, routes.ids, weights, stacks, index, policy, glu, exact, placement)
         if self.latent_norm is not None:
@@ -186,14 +189,19 @@ def weighted_experts(
     held = functools.partial(_experts_here, policy=policy, glu=glu, exact=exact)
     if placement is None:
         return held(x, ids, weights, stacks, layer)
+    around = jax.sharding.get_abstract_mesh()
+    # Axes whose parts run by themselves already: there, x is a part of the batch.
+    parted = set(around.manual_axes)
     shards = placement.mesh.shape.get(placement.tokens, 1)
     # A batch that does not divide is computed by every device.
-    batch = PartitionSpec(placement.tokens if x.shape[0] % shards == 0 else None)
+    divided = placement.tokens not in parted and x.shape[0] % shards == 0
+    batch = PartitionSpec(placement.tokens if divided else None)
     across = PartitionSpec(None, placement.experts, None, placement.width)
     down = PartitionSpec(None, placement.experts, placement.width, None)
     return jax.shard_map(
         functools.partial(held, experts=placement.experts, width=placement.width),
-        mesh=placement.mesh,
+        mesh=around if parted else placement.mesh,
+        axis_names=set(placement.mesh.axis_names) - parted,
         in_specs=(batch, batch, batch, Stacks(across, across, down), PartitionSpec()),
         out_specs=batch,
         check_vma=False,
@@ -268,14 +276,19 @@ def _by_expert(
 
     out = jnp.zeros((total + block, width), out_dtype)
     out = jax.lax.fori_loop(0, ends[-1], one_block, out)
-    return out[jnp.argsort(order)]
+    # Not argsort(order): a TPU's compiler takes long over a sort.
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(total, dtype=order.dtype))
+    return out[back]
 
 
-def _matrix(stack: jax.Array, layer: jax.Array, expert: jax.Array) -> jax.Array:
+def _matrix(stack: jax.Array | Packed, layer: jax.Array, expert: jax.Array) -> jax.Array:
     """stack [layers, E, ...] at one layer and expert."""
-    zero = jnp.int32(0)
-    start = (layer, expert, zero, zero)
-    return jax.lax.dynamic_slice(stack, start, (1, 1, *stack.shape[2:]))[0, 0]
+    start = (layer, expert, jnp.int32(0), jnp.int32(0))
+
+    def at(leaf: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(leaf, start, (1, 1, *leaf.shape[2:]))[0, 0]
+
+    return unpacked(jax.tree.map(at, stack))
 
 
 def _block_rows(rows: int, experts: int, tokens: int) -> int:

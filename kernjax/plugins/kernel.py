@@ -38,12 +38,18 @@ class Kernel:
         """Whether it stands in for its op at this layer."""
         return not self.layers or any(first <= layer <= last for first, last in self.layers)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def gives_lse(self) -> bool:
+        """Whether an attention kernel can be asked for its log-sum-exp."""
+        return "return_lse" in inspect.signature(self.function).parameters
+
+    def __call__(self, *args: Any, return_lse: bool = False, **kwargs: Any) -> Any:
         _called.add(self)
         call = signature(self.op).bind(*args, **kwargs)
         call.apply_defaults()
+        asked = {"return_lse": True} if return_lse else {}
         try:
-            out = self.function(*call.args, **call.kwargs)
+            out = self.function(*call.args, **call.kwargs, **asked)
         except UserError:
             raise
         except Exception as error:
@@ -52,6 +58,8 @@ class Kernel:
                 f"It was called with {_describe_call(call.arguments)}.",
             ) from error
         shapes, dtypes = expected_output(self.op, *args, **kwargs)
+        if return_lse:
+            shapes, dtypes = (shapes, shapes[:-1]), (dtypes, jnp.float32)
         check_output(self.op, out, shapes, dtypes, name=f"Kernel {self.name}")
         return out
 
@@ -110,10 +118,12 @@ def check_output(
 def signature(op: str) -> inspect.Signature:
     """What a plug-in for `op` is called with: the public signature, less what it never sees.
 
-    `implementation` chooses among ours; `layer` is taken out of the stack before the call.
+    `implementation` chooses among ours; `layer` is taken out of the stack before the call;
+    `return_lse` is asked only of kernels that name it, where keys lie in parts.
     """
     public = inspect.signature(OPS[op])
-    kept = [p for p in public.parameters.values() if p.name not in ("implementation", "layer")]
+    unseen = ("implementation", "layer", "return_lse")
+    kept = [p for p in public.parameters.values() if p.name not in unseen]
     return public.replace(parameters=kept)
 
 

@@ -89,6 +89,19 @@ def check_layers(kernels: Mapping[str, Kernel], layer_types: Sequence[str]) -> N
                 )
 
 
+def check_lse(kernels: Mapping[str, Kernel]) -> None:
+    """UserError for an attention kernel that returns no log-sum-exp: keys in parts need it."""
+    for op, kernel in kernels.items():
+        if op.startswith("attention.") and not kernel.gives_lse:
+            raise UserError(
+                f"Kernel {kernel.name} for {op} does not take return_lse: on a mesh that splits the"
+                " keys over `sequence` its outputs for the parts could not be merged.",
+                "With return_lse=True a kernel returns (outputs [B, T, N, Hv], lse [B, T, N]), both"
+                " float32; q_offset is negative where a part lies behind the queries.",
+                "Add the parameter, or choose a --mesh without sequence.",
+            )
+
+
 def check_called(kernels: Mapping[str, Kernel]) -> None:
     """UserError when a kernel was loaded but no model was traced through it."""
     if idle := [kernel for kernel in kernels.values() if not kernel.was_called]:

@@ -80,12 +80,10 @@ class Scorer:
         keep = _Keep(hidden, full, routes)
         chosen = (graph, execution, tuple(variants), keep)
         place, rows = self._placement, self._placement.rows
-        prefill = place.by_sequences(
+        prefill = place.by_parts(
             functools.partial(_prefill_window, *chosen), takes="wwbcbbbb", gives="cb"
         )
-        decode = place.by_sequences(
-            functools.partial(_decode_scan, *chosen), takes="wwbcbb", gives="b"
-        )
+        decode = place.by_parts(functools.partial(_decode_scan, *chosen), takes="wwbcbb", gives="b")
         self._prefill = Program(prefill, donate=(3,), out_shardings=(place.cache, rows))
         self._decode = Program(decode, out_shardings=rows)
 

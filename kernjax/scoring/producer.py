@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import subprocess
@@ -13,14 +14,15 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from kernjax import __version__
 from kernjax.base.errors import UserError
 from kernjax.base.hashing import sha256_bytes, sha256_file
 from kernjax.model import Decoder, ModelConfig, plan_execution
+from kernjax.model.packed import Packed
 from kernjax.model.params import abstract_params, leaves, tree_of
-from kernjax.plugins import Kernel, check_called, check_layers, check_policy
+from kernjax.plugins import Kernel, check_called, check_layers, check_lse, check_policy
 from kernjax.pods import Pod
 from kernjax.precision import Policy, executed_sites
 from kernjax.scoring.batch import RowPlan, Scorer
@@ -30,9 +32,9 @@ from kernjax.scoring.routes import check_routes, route_extras
 from kernjax.scoring.sketch import SKETCH_DIM
 from kernjax.texts import Corpus
 from kernjax.weights import (
-    expert_placement,
     format_mesh,
     load_params,
+    mesh_plans,
     shared_digests,
     weights_sha256,
 )
@@ -78,8 +80,8 @@ class Producer(Protocol):
 class Checkpoint:
     """A model directory, read once for all the producers that share it.
 
-    The weights of the last dtype asked for stay in memory: policies that differ in anything else
-    load and hash nothing again. The processes of a `pod` share the hashing: all must have the same
+    The weights as last asked for stay in memory: policies that differ in anything else load and
+    hash nothing again. The processes of a `pod` share the hashing: all must have the same
     files.
     """
 
@@ -93,16 +95,24 @@ class Checkpoint:
         self.directory, self.mesh, self._progress = Path(directory), mesh, progress
         self.pod = pod or Pod()
         self.config = ModelConfig.from_directory(directory)
-        self._held: tuple[str, dict[str, Any]] | None = None
+        self._held: tuple[tuple[str, bool], dict[str, Any]] | None = None
 
-    def params(self, dtype: str) -> dict[str, Any]:
-        """The parameter tree, matrices held in `dtype` (bfloat16, float16 or float32)."""
-        if self._held is None or self._held[0] != dtype:
+    def params(self, dtype: str, packed: bool = False) -> dict[str, Any]:
+        """The parameter tree, matrices in `dtype` (bfloat16, float16 or float32).
+
+        `packed`: quantised ones stay as they are in memory, and their values are in `dtype`.
+        """
+        if self._held is None or self._held[0] != (dtype, packed):
             self._held = None  # the old ones may go before the new ones come
             loaded = load_params(
-                self.directory, self.config, dtype=dtype, mesh=self.mesh, progress=self._progress
+                self.directory,
+                self.config,
+                dtype=dtype,
+                mesh=self.mesh,
+                packed=packed,
+                progress=self._progress,
             )
-            self._held = dtype, loaded
+            self._held = (dtype, packed), loaded
         return self._held[1]
 
     @functools.cached_property
@@ -140,7 +150,7 @@ class JaxProducer:
         self.kernels = dict(kernels or {})
         config = self.config = self.checkpoint.config
         self.vocab_size = config.vocab_size
-        check_fits(config, policy, self.kernels)
+        check_fits(config, policy, self.kernels, self.mesh)
         check_routes(config, routes)
         use_compilation_cache()
         if not sums_are_right():
@@ -150,10 +160,12 @@ class JaxProducer:
                 " before jax has started.",
                 "Import kernjax first, leave that flag out of XLA_FLAGS, or take jax 0.12.",
             )
-        params = self.checkpoint.params(_load_dtype(policy.weights))
+        params = self.checkpoint.params(
+            _load_dtype(policy.weights), packed=policy.dequantise == "layer"
+        )
         self.decoder = Decoder(config, rounded(params, config, policy.weights))
-        placement = expert_placement(config, self.mesh)
-        self.execution = plan_execution(policy, config.num_layers, self.kernels, placement)
+        on_mesh = mesh_plans(config, self.mesh)
+        self.execution = plan_execution(policy, config.num_layers, self.kernels, **on_mesh)
         self.scorer = Scorer(
             self.decoder,
             self.execution,
@@ -229,11 +241,19 @@ class JaxProducer:
         return rows
 
 
-def check_fits(config: ModelConfig, policy: Policy, kernels: Mapping[str, Kernel]) -> None:
-    """UserError where policy or kernels name layers or ops that such a model does not have."""
+def check_fits(
+    config: ModelConfig,
+    policy: Policy,
+    kernels: Mapping[str, Kernel],
+    mesh: Mesh | AbstractMesh | None = None,
+) -> None:
+    """UserError where policy or kernels name layers or ops that such a model does not have, and
+    where a kernel cannot attend to a part of the keys on a mesh that splits them."""
     policy.validate_layers(config.num_layers, config.layer_types)
     check_policy(kernels, policy)
     check_layers(kernels, config.layer_types)
+    if mesh is not None and mesh_plans(config, mesh).get("sequence"):
+        check_lse(kernels)
 
 
 def model_identity(directory: Path, config: ModelConfig, pod: Pod | None = None) -> dict[str, Any]:
@@ -255,9 +275,14 @@ def rounded(params: Mapping[str, Any], config: ModelConfig, weights: Format) -> 
     specs = dict(leaves(abstract_params(config)))
     if weights.is_exact or _load_dtype(weights) != "float32":
         return dict(params)
+
+    def on_grid(leaf: jax.Array | Packed) -> jax.Array | Packed:
+        if isinstance(leaf, Packed):
+            return dataclasses.replace(leaf, rounding=weights)
+        return round_to(leaf, weights)
+
     return tree_of(
-        (path, leaf if specs[path].keep_float32 else round_to(leaf, weights))
-        for path, leaf in leaves(params)
+        (path, leaf if specs[path].keep_float32 else on_grid(leaf)) for path, leaf in leaves(params)
     )
 
 

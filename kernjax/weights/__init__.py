@@ -11,8 +11,8 @@ from kernjax.weights.safetensors_files import open_checkpoint as open_checkpoint
 from kernjax.weights.save import save_hf as save_hf
 from kernjax.weights.sharding import cache_shardings as cache_shardings
 from kernjax.weights.sharding import check_mesh as check_mesh
-from kernjax.weights.sharding import expert_placement as expert_placement
 from kernjax.weights.sharding import format_mesh as format_mesh
+from kernjax.weights.sharding import mesh_plans as mesh_plans
 from kernjax.weights.sharding import param_shardings as param_shardings
 from kernjax.weights.sharding import parse_mesh as parse_mesh
 from kernjax.weights.sharding import partition_spec as partition_spec

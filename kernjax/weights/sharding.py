@@ -15,14 +15,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from kernjax.base.errors import UserError
 from kernjax.model.cache import Cache
 from kernjax.model.config import ModelConfig
+from kernjax.model.embedding import EmbeddingPlacement
 from kernjax.model.moe import ExpertPlacement
 from kernjax.model.params import abstract_params, leaves, tree_of
 
-MESH_AXES = ("data", "fsdp", "tensor")
+# Outermost first: the more an axis has to send, the nearer its devices should be to each other.
+MESH_AXES = ("data", "sequence", "fsdp", "tensor")
 
 RULES: Mapping[str, str | None] = {
     "batch": "data",
-    "sequence": None,
+    "slots": "sequence",  # of keys and values; recurrent states have none, every part has them
     "layers": None,  # scanned: every device holds its part of every layer
     "embed": "fsdp",
     "vocab": "tensor",
@@ -86,14 +88,15 @@ def param_shardings(
     )
 
 
-def check_mesh(config: ModelConfig, text: str) -> None:
-    """UserError where a model of `config` cannot lie on the mesh of `--mesh=text`.
+def check_mesh(config: ModelConfig, text: str) -> AbstractMesh:
+    """The mesh of `--mesh=text`; UserError where a model of `config` cannot lie on it.
 
     Needs no devices: a laptop can say it of a pod's mesh.
     """
     mesh = AbstractMesh(tuple(parse_mesh_sizes(text).values()), MESH_AXES)
     for _, spec in leaves(abstract_params(config)):
         partition_spec(spec.axes, spec.units, mesh)
+    return mesh
 
 
 def cache_shardings(config: ModelConfig, cache: Cache, mesh: Mesh) -> Cache:
@@ -103,7 +106,7 @@ def cache_shardings(config: ModelConfig, cache: Cache, mesh: Mesh) -> Cache:
         counts = [units.get(axis, size) for axis, size in enumerate(leaf.shape)]
         return NamedSharding(mesh, partition_spec(axes, counts, mesh))
 
-    key_value = ("layers", "batch", "sequence", "kv_heads", None)
+    key_value = ("layers", "batch", "slots", "kv_heads", None)
     return Cache(
         keys=placed(cache.keys, key_value, {}),
         values=placed(cache.values, key_value, {}),
@@ -116,9 +119,22 @@ def cache_shardings(config: ModelConfig, cache: Cache, mesh: Mesh) -> Cache:
     )
 
 
-def expert_placement(config: ModelConfig, mesh: Mesh | None) -> ExpertPlacement | None:
-    """How a mixture of experts computes on `mesh`; None: on one device, or there is none."""
-    if config.moe is None or mesh is None or mesh.size == 1:
+def mesh_plans(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> dict[str, Any]:
+    """What `plan_execution` is told of `mesh`: how experts, embedding and cache lie on it."""
+    if mesh is None or mesh.size == 1:
+        return {}
+    vocab, width = partition_spec(("vocab", "embed"), (config.vocab_size, config.hidden_size), mesh)
+    slots = RULES["slots"]
+    return {
+        "experts": _expert_placement(config, mesh),
+        "embedding": EmbeddingPlacement(vocab, width) if vocab or width else None,
+        "sequence": slots if mesh.shape[slots] > 1 else None,
+    }
+
+
+def _expert_placement(config: ModelConfig, mesh: Mesh) -> ExpertPlacement | None:
+    """How a mixture of experts computes on `mesh`; None: there is none."""
+    if config.moe is None:
         return None
     layers, experts, _, width = partition_spec(
         ("layers", "expert", None, "expert_mlp"),
@@ -174,5 +190,9 @@ def parse_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
 
 
 def format_mesh(mesh: Mesh | AbstractMesh) -> str:
-    """`data=1,fsdp=1,tensor=8`: what `parse_mesh` reads."""
-    return ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+    """`data=1,fsdp=1,tensor=8`: what `parse_mesh` reads.
+
+    `sequence` only where it splits something: recordings say their mesh, and older ones lack it.
+    """
+    shown = (pair for pair in mesh.shape.items() if pair != ("sequence", 1))
+    return ",".join(f"{name}={size}" for name, size in shown)

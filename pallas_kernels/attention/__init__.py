@@ -20,7 +20,7 @@ from pallas_kernels import implementations, tiling
 from pallas_kernels.attention import mosaic_tpu, reference, xla
 from pallas_kernels.attention.formats import AttentionFormats
 from pallas_kernels.attention.mosaic_tpu import mosaic_tpu_interpret
-from pallas_kernels.attention.tiles import Tiles, choose, choose_gpu
+from pallas_kernels.attention.tiles import Tiles, choose, choose_gpu, choose_tpu
 
 __all__ = [
     "DECODE",
@@ -37,13 +37,17 @@ __all__ = [
 MAX_DECODE_TOKENS = 8
 
 
-def _one_layer(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+# Outputs, or outputs and the logarithms of their softmax's sums.
+Result = jax.Array | tuple[jax.Array, jax.Array]
+
+
+def _one_layer(attention: Callable[..., Result]) -> Callable[..., Result]:
     """An implementation for k [B, S, G, H] as one that also takes a stack and a `layer` of it."""
 
     @functools.wraps(attention)
     def of_stack(
         q: jax.Array, k: jax.Array, v: jax.Array, *, layer: jax.Array | None, **rest: Any
-    ) -> jax.Array:
+    ) -> Result:
         if layer is not None:
             k, v = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (k, v))
         return attention(q, k, v, **rest)
@@ -51,8 +55,12 @@ def _one_layer(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return of_stack
 
 
-def _mosaic_gpu(q: jax.Array, k: jax.Array, v: jax.Array, **rest: Any) -> jax.Array:
+def _mosaic_gpu(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = False, **rest: Any
+) -> jax.Array:
     """`mosaic_gpu.attention`; NotImplementedError where the process has no Hopper."""
+    if return_lse:
+        raise NotImplementedError("mosaic_gpu attention returns no log-sum-exp; 'xla' does.")
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", "")
     if device.platform != "gpu" or capability != "9.0":
@@ -66,7 +74,7 @@ def _mosaic_gpu(q: jax.Array, k: jax.Array, v: jax.Array, **rest: Any) -> jax.Ar
     return mosaic_gpu.attention(q, k, v, **rest)
 
 
-PREFILL: dict[str, Callable[..., jax.Array]] = {
+PREFILL: dict[str, Callable[..., Result]] = {
     "reference": _one_layer(reference.attention),
     "xla": xla.attention,
     "mosaic_tpu": _one_layer(mosaic_tpu.mosaic_tpu),
@@ -74,8 +82,8 @@ PREFILL: dict[str, Callable[..., jax.Array]] = {
     "mosaic_gpu": _one_layer(_mosaic_gpu),
 }
 # A decode step is a prefill of few tokens: the tiles differ, not the functions.
-DECODE: dict[str, Callable[..., jax.Array]] = dict(PREFILL)
-_CHOOSERS = {"mosaic_tpu": choose, "mosaic_tpu_interpret": choose, "mosaic_gpu": choose_gpu}
+DECODE: dict[str, Callable[..., Result]] = dict(PREFILL)
+_CHOOSERS = {"mosaic_tpu": choose_tpu, "mosaic_tpu_interpret": choose, "mosaic_gpu": choose_gpu}
 _STORED = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
@@ -92,7 +100,8 @@ def prefill(
     layer: jax.Array | None = None,
     formats: AttentionFormats = AttentionFormats(),  # noqa: B008 - frozen
     implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array:
+    return_lse: bool = False,
+) -> Result:
     """Attention outputs [B, T, N, Hv], float32, of the T queries that start at `q_offset`.
 
     q [B, T, N, H], k [B, S, G, H], v [B, S, G, Hv], float32, bfloat16, float16 or float8_e4m3fn;
@@ -103,6 +112,11 @@ def prefill(
     With `layer`, an int32 scalar, k and v are the caches of several layers [L, B, S, G, H] and
     that one is read: a loop over layers need not copy it out first.
 
+    With `return_lse`, (outputs, lse float32 [B, T, N]): lse is log(sum exp(score)) over the keys
+    that a query sees, as the formats have it (m + log l), and -inf where it sees none. So keys may
+    lie in parts, each with its own call, q_offset and kv_length less the number of keys before
+    (q_offset may be negative): the outputs' means, weighted by exp(lse), are those of all keys.
+
     ValueError for shapes, dtypes or scales that do not fit; for `implementation` see
     `pallas_kernels.implementations`.
     """
@@ -110,7 +124,7 @@ def prefill(
     return implementations.run_first(
         "attention.prefill", PREFILL, implementation, q, k, v, q_offset=q_offset,
         kv_length=kv_length, scale=scale, k_scale=k_scale, v_scale=v_scale, layer=layer,
-        formats=formats,
+        formats=formats, return_lse=return_lse,
     )  # fmt: skip
 
 
@@ -127,7 +141,8 @@ def decode(
     layer: jax.Array | None = None,
     formats: AttentionFormats = AttentionFormats(),  # noqa: B008 - frozen
     implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array:
+    return_lse: bool = False,
+) -> Result:
     """`prefill` for 1 to 8 query tokens: bound by reading the cache, not by arithmetic."""
     scale = _check("decode", q, k, v, q_offset, kv_length, scale, k_scale, v_scale, layer, formats)
     if not 1 <= q.shape[1] <= MAX_DECODE_TOKENS:
@@ -138,7 +153,7 @@ def decode(
     return implementations.run_first(
         "attention.decode", DECODE, implementation, q, k, v, q_offset=q_offset,
         kv_length=kv_length, scale=scale, k_scale=k_scale, v_scale=v_scale, layer=layer,
-        formats=formats,
+        formats=formats, return_lse=return_lse,
     )  # fmt: skip
 
 
@@ -161,7 +176,7 @@ def describe(
     choosers = {name: functools.partial(f, q, k, formats) for name, f in _CHOOSERS.items()}
     return tiling.describe(
         f"attention.{op}", table, choosers, implementation, q, k, v, q_offset=lengths,
-        kv_length=lengths, scale=scale, layer=None, formats=formats,
+        kv_length=lengths, scale=scale, layer=None, formats=formats, return_lse=False,
     )  # fmt: skip
 
 

@@ -57,7 +57,8 @@ def attention(
     tiles: Tiles | None = None,
     interpret: Any = False,
     fixed: tuple[int, int] | None = None,
-) -> jax.Array:
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention outputs [B, T, N, Hv] float32; arguments as `pallas_kernels.attention.prefill`.
 
     `tiles` None is `tiles.choose`. With rounded P, more than one split changes bits: every split
@@ -77,12 +78,20 @@ def attention(
             f" compiled for TPU it is a multiple of {_LANES}, the lanes of a register."
         )
     operands = prepare(q, k, v, scale, k_scale, v_scale, formats, tiles, tiles.rows)
-    accs, sums, maxima = _call(operands, q_offset, kv_length, formats, tiles, interpret, fixed)
-    o = accs[0] if tiles.splits == 1 else _merge(accs, sums, maxima, operands.log2_factor)
-    return operands.unpack(o)
+    partial = return_lse or tiles.splits > 1
+    accs, sums, maxima = _call(
+        operands, q_offset, kv_length, formats, tiles, interpret, fixed, partial
+    )
+    if not partial:
+        return operands.unpack(accs[0])
+    o, lse = _merge(accs, sums, maxima, operands.log2_factor)
+    o = operands.unpack(o)
+    return (o, operands.by_token(lse)[..., 0]) if return_lse else o
 
 
-def mosaic_tpu(q: jax.Array, k: jax.Array, v: jax.Array, **rest: Any) -> jax.Array:
+def mosaic_tpu(
+    q: jax.Array, k: jax.Array, v: jax.Array, **rest: Any
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`attention` compiled for TPU. NotImplementedError on any other platform."""
     if jax.default_backend() != "tpu":
         raise NotImplementedError(
@@ -92,7 +101,9 @@ def mosaic_tpu(q: jax.Array, k: jax.Array, v: jax.Array, **rest: Any) -> jax.Arr
     return attention(q, k, v, **rest)
 
 
-def mosaic_tpu_interpret(q: jax.Array, k: jax.Array, v: jax.Array, **rest: Any) -> jax.Array:
+def mosaic_tpu_interpret(
+    q: jax.Array, k: jax.Array, v: jax.Array, **rest: Any
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`attention` in the plain Pallas interpreter, on any platform: for tests and for plugging in.
 
     Callable as `attention.prefill` and `attention.decode` are.
@@ -135,13 +146,17 @@ def _refuse(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What the kernel body needs to know at trace time."""
+    """What the kernel body needs to know at trace time.
+
+    `partial`: acc, l and m are given as they are, in place of acc / l.
+    """
 
     formats: AttentionFormats
     tiles: Tiles
     tokens: int
     capacity: int
     fixed: tuple[int, int, int] | None
+    partial: bool
 
     def positions(self, b, offset_ref, length_ref, steps_ref, *_):
         """(q_offset, kv_length) of batch row b, and grid steps of a split."""
@@ -180,8 +195,9 @@ def _call(
     tiles: Tiles,
     interpret: Any,
     fixed: tuple[int, int] | None,
+    partial: bool,
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """Per split: o (normalised only where there is one split), l and m, all over packed rows."""
+    """Per split: o (normalised unless `partial`), l and m, all over packed rows."""
     q, k, v = operands.q, operands.k, operands.v
     batch, units, blocks, rows, width = q.shape
     groups, capacity = k.shape[1:3]
@@ -194,7 +210,7 @@ def _call(
         used = -(-min(fixed[0] + operands.tokens, fixed[1]) // tiles.block_kv)
     steps = pl.cdiv(used, tiles.splits)
     fixed = None if fixed is None else (*fixed, steps)
-    plan = _Plan(formats, tiles, operands.tokens, capacity, fixed)
+    plan = _Plan(formats, tiles, operands.tokens, capacity, fixed, partial)
     factors = jnp.stack([operands.score_factor, operands.log2_factor, operands.shift])
 
     def key_block(b, n, i, split, j, *refs):
@@ -211,7 +227,7 @@ def _call(
         return split, b, n, i, 0, 0
 
     shape = (tiles.splits, batch, units, blocks, rows)
-    out_widths = (v_width,) if tiles.splits == 1 else (v_width, 1, 1)
+    out_widths = (v_width, 1, 1) if partial else (v_width,)
     outs = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -240,7 +256,7 @@ def _call(
         interpret=interpret,
         name=f"attention_q{tiles.block_q}x{tiles.heads}_k{tiles.block_k}_kv{tiles.block_kv}",
     )(q_offset, kv_length, jnp.full((1,), steps, jnp.int32), factors, q, k, v)
-    if tiles.splits == 1:
+    if not partial:
         return [outs[0][0]], [], []
     return tuple(list(out) for out in outs)
 
@@ -297,11 +313,11 @@ def _kernel(
     def _():
         total = jnp.sum(l_ref[...], axis=1, keepdims=True)
         acc = acc_ref[...]
-        if tiles.splits == 1:
-            out_refs[0][...] = acc / jnp.where(total == 0, jnp.float32(1), total)
-        else:
+        if plan.partial:
             for ref, value in zip(out_refs, (acc, total, m_ref[:, :1]), strict=True):
                 ref[...] = value
+        else:
+            out_refs[0][...] = acc / jnp.where(total == 0, jnp.float32(1), total)
 
 
 def _softmax_step(
@@ -392,13 +408,15 @@ def _widen(x: jax.Array, width: int) -> jax.Array:
 
 def _merge(
     accs: list[jax.Array], sums: list[jax.Array], maxima: list[jax.Array], factor: jax.Array
-) -> jax.Array:
-    """Unnormalised outputs, sums and maxima of the splits as one softmax's output."""
+) -> tuple[jax.Array, jax.Array]:
+    """Unnormalised outputs, sums and maxima of the splits as one softmax's output and lse."""
     m = functools.reduce(jnp.maximum, maxima)
     weights = [jnp.exp2((part - m) * factor) for part in maxima]
     total = sum(w * part for w, part in zip(weights, sums, strict=True))
     acc = sum(w * a for w, a in zip(weights, accs, strict=True))
-    return acc / jnp.where(total == 0, jnp.float32(1), total)
+    # The maxima are in the scores' units less the shift, by which the sums are too large.
+    lse = jnp.where(total == 0, -jnp.inf, (m * factor + jnp.log2(total)) / jnp.float32(_LOG2_E))
+    return acc / jnp.where(total == 0, jnp.float32(1), total), lse
 
 
 def _vmem_limit(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array) -> int:

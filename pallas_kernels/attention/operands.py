@@ -36,14 +36,18 @@ class Operands:
     tiles: Tiles
 
     def unpack(self, o: jax.Array) -> jax.Array:
-        """Kernel rows [B, U, blocks, rows, Hv] -> [B, T, N, Hv]."""
+        """Kernel rows [B, U, blocks, rows, Hv] -> values [B, T, N, Hv]."""
+        o = self.by_token(o)
+        return o if isinstance(self.v_factor, float) and self.v_factor == 1.0 else o * self.v_factor
+
+    def by_token(self, o: jax.Array) -> jax.Array:
+        """Kernel rows [B, U, blocks, rows, W] -> [B, T, N, W]."""
         batch, units, blocks, _, width = o.shape
         per_unit, block_q = self.tiles.heads, self.tiles.block_q
         o = o[..., : per_unit * block_q, :]
         o = o.reshape(batch, units, blocks, per_unit, block_q, width)
         o = o.transpose(0, 2, 4, 1, 3, 5).reshape(batch, blocks * block_q, self.heads, width)
-        o = o[:, : self.tokens]
-        return o if isinstance(self.v_factor, float) and self.v_factor == 1.0 else o * self.v_factor
+        return o[:, : self.tokens]
 
 
 def prepare(

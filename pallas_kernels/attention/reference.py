@@ -29,7 +29,8 @@ def attention(
     k_scale: float | jax.Array = 1.0,
     v_scale: float | jax.Array = 1.0,
     formats: AttentionFormats = AttentionFormats(),  # noqa: B008 - frozen
-) -> jax.Array:
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention outputs [B, T, N, Hv]; arguments as `pallas_kernels.attention.prefill`."""
     dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     precision = jax.lax.Precision.HIGHEST if formats.dot == "highest" else None
@@ -49,23 +50,32 @@ def attention(
     visible = (key[None, None, :] <= position[:, :, None]) & valid[:, None, :]  # [B, T, S]
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     if formats.is_tile_independent:
-        out = _softmax(scores, v, precision)
+        out, lse = _softmax(scores, v, precision)
     else:
-        out = _online_softmax(scores, v, precision, formats)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads, v.shape[-1])
+        out, lse = _online_softmax(scores, v, precision, formats)
+    out, lse = (
+        x.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads, x.shape[-1]) for x in (out, lse)
+    )
+    return (out, lse[..., 0]) if return_lse else out
 
 
-def _softmax(scores: jax.Array, v: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
-    """scores [B, G, R, T, S], v [B, S, G, Hv] -> [B, G, R, T, Hv]; rows of -inf give 0."""
+def _softmax(
+    scores: jax.Array, v: jax.Array, precision: jax.lax.Precision | None
+) -> tuple[jax.Array, jax.Array]:
+    """scores [B, G, R, T, S], v [B, S, G, Hv] -> [B, G, R, T, Hv], lse [B, G, R, T, 1].
+
+    Rows of -inf give 0 and -inf.
+    """
     m = jax.lax.stop_gradient(_finite(jnp.max(scores, axis=-1, keepdims=True)))
     p = jnp.exp(scores - m)
     out = jnp.einsum("bgrts,bsgh->bgrth", p, v, precision=precision)
-    return _divide(out, jnp.sum(p, axis=-1, keepdims=True))
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    return _divide(out, total), m + jnp.log(total)
 
 
 def _online_softmax(
     scores: jax.Array, v: jax.Array, precision: jax.lax.Precision | None, formats: AttentionFormats
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """The same through tiles of block_k keys, rounding as `AttentionFormats` says."""
     *rows, capacity = scores.shape
     m = jnp.full((*rows, 1), -jnp.inf, scores.dtype)
@@ -86,7 +96,7 @@ def _online_softmax(
         total = _round(total * alpha + jnp.sum(summed, axis=-1, keepdims=True), formats.l)
         acc = _round(acc * alpha + pv, formats.acc)
         m = m_new
-    return _divide(acc, total)
+    return _divide(acc, total), m + jnp.log(total)
 
 
 def _round(x: jax.Array, fmt: Format) -> jax.Array:

@@ -13,6 +13,7 @@ as bfloat16 with float32 sums: the same products, at a multiple of the float32 r
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,8 @@ def attention(
     v_scale: float | jax.Array = 1.0,
     layer: jax.Array | None = None,
     formats: AttentionFormats = AttentionFormats(),  # noqa: B008 - frozen
-) -> jax.Array:
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention outputs [B, T, N, Hv] float32; arguments as `pallas_kernels.attention.prefill`.
 
     Tiles are sliced straight from a stack of caches, no layer is copied.
@@ -55,31 +57,34 @@ def attention(
         # One by one, the tiles of scores stay in the cache, and a short row does not wait.
         k, v = (x.reshape(-1, 1, *x.shape[2:]) for x in (k, v))
 
-        def one_row(i: jax.Array) -> jax.Array:
+        def one_row(i: jax.Array) -> Any:
             one, offset, length = (
                 jax.lax.dynamic_slice_in_dim(x, i, 1) for x in (q, q_offset, kv_length)
             )
-            return attention(
+            out = attention(
                 one, k, v, q_offset=offset, kv_length=length, scale=scale, k_scale=k_scale,
-                v_scale=v_scale, layer=layer * batch + i, formats=formats,
-            )[0]  # fmt: skip
+                v_scale=v_scale, layer=layer * batch + i, formats=formats, return_lse=return_lse,
+            )  # fmt: skip
+            return jax.tree.map(lambda x: x[0], out)
 
         return jax.lax.map(one_row, jnp.arange(batch, dtype=jnp.int32))
     queries = min(max(_ROWS // (batch * heads), _LEAST_QUERIES), _MOST_QUERIES)
     block_k = min(formats.block_k, k.shape[2])
-    args = (k, v, layer, kv_length, scale, k_scale, v_scale, formats, block_k)
+    args = (k, v, layer, kv_length, scale, k_scale, v_scale, formats, block_k, return_lse)
     if tokens <= queries:
         return _query_tile(q, q_offset, q_offset + tokens, *args)
     tiles = -(-tokens // queries)
     q = jnp.pad(q, ((0, 0), (0, tiles * queries - tokens), (0, 0), (0, 0)))
 
-    def one_tile(i: jax.Array) -> jax.Array:
+    def one_tile(i: jax.Array) -> Any:
         q_tile = jax.lax.dynamic_slice_in_dim(q, i * queries, queries, axis=1)
         return _query_tile(q_tile, q_offset + i * queries, q_offset + tokens, *args)
 
-    out = jax.lax.map(one_tile, jnp.arange(tiles, dtype=jnp.int32))  # [tiles, B, queries, N, Hv]
-    out = jnp.moveaxis(out, 0, 1).reshape(batch, tiles * queries, heads, v.shape[-1])
-    return out[:, :tokens]
+    def joined(x: jax.Array) -> jax.Array:
+        """[tiles, B, queries, ...] -> [B, T, ...]"""
+        return jnp.moveaxis(x, 0, 1).reshape(batch, tiles * queries, *x.shape[3:])[:, :tokens]
+
+    return jax.tree.map(joined, jax.lax.map(one_tile, jnp.arange(tiles, dtype=jnp.int32)))
 
 
 def _query_tile(
@@ -95,10 +100,11 @@ def _query_tile(
     v_scale: float | jax.Array,
     formats: AttentionFormats,
     block_k: int,
-) -> jax.Array:
+    return_lse: bool,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """[B, Tq, N, Hv] for one tile of queries; those at positions q_end [B] and above are padding.
 
-    k and v are stacks [L, B, S, G, H] of which `layer` is read.
+    k and v are stacks [L, B, S, G, H] of which `layer` is read. With `return_lse` also [B, Tq, N].
     """
     batch, tokens, heads, width = q.shape
     capacity, groups = k.shape[2:4]
@@ -165,10 +171,15 @@ def _query_tile(
     )
     carry = jax.lax.fori_loop(0, whole, lambda i, c: update(i, c, masked=False), carry)
     edge = (end + block_k - 1) // block_k
-    _, total, acc = jax.lax.fori_loop(whole, edge, lambda i, c: update(i, c, masked=True), carry)
-    out = acc / jnp.where(total == 0, 1, total)
-    out = out.reshape(batch, groups, share, tokens, v.shape[-1]).transpose(0, 3, 1, 2, 4)
-    return out.reshape(batch, tokens, heads, v.shape[-1])
+    m, total, acc = jax.lax.fori_loop(whole, edge, lambda i, c: update(i, c, masked=True), carry)
+
+    def by_token(x: jax.Array) -> jax.Array:
+        """[B, G, R, H] -> [B, Tq, N, H]"""
+        x = x.reshape(batch, groups, share, tokens, x.shape[-1]).transpose(0, 3, 1, 2, 4)
+        return x.reshape(batch, tokens, heads, x.shape[-1])
+
+    out = by_token(acc / jnp.where(total == 0, 1, total))
+    return (out, by_token(m + jnp.log(total))[..., 0]) if return_lse else out
 
 
 def _tile(
