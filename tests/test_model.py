@@ -11,8 +11,8 @@ from tiny import CONFIG
 
 from kernjax.model import Decoder, ModelConfig, forward, init_cache, logits, plan_execution
 from kernjax.model.config import FULL, LINEAR
-from kernjax.model.decoder import repeating_unit
 from kernjax.model.params import random_params
+from kernjax.model.pattern import cycle_of, repeating_unit
 from kernjax.precision import parse_policy
 
 TOKENS = np.random.default_rng(1).integers(0, CONFIG["vocab_size"], (2, 96)).astype(np.int32)
@@ -90,6 +90,25 @@ def test_padding_leaves_no_trace():
 def test_repeating_unit(head, unit, repeats, tail):
     layers = tuple(head + unit * repeats + tail)
     assert repeating_unit(layers) == (tuple(head), tuple(unit), repeats, tuple(tail))
+
+
+@pytest.mark.parametrize(
+    ("layers", "head", "stacks", "lengths"),
+    [
+        ("LLLFLLLF", "", "LF", ((3, 1), (3, 1))),
+        ("LLFL", "", "LF", ((2, 1), (1, 0))),
+        ("dLLFLLLFF", "d", "LF", ((2, 1), (3, 2))),
+        ("LLL", "", "L", ((3,),)),
+        ("abcab", "", "abc", ((1, 1, 1), (1, 1, 0))),
+    ],
+)
+def test_cycles(layers, head, stacks, lengths):
+    assert cycle_of(tuple(layers)) == (tuple(head), tuple(stacks), lengths)
+    told = list(head)
+    for one_round in lengths:
+        for name, length in zip(stacks, one_round, strict=True):
+            told += [name] * length
+    assert told == list(layers)
 
 
 @pytest.mark.parametrize(
