@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,3 +80,25 @@ def test_what_compiles_ahead_is_counted(caplog, monkeypatch):
             pool.shutdown()
     (message,) = caplog.messages
     assert message.startswith("compiling: 2 programs in ")
+
+
+def test_a_preparation_that_was_called_off_compiles_on_the_call():
+    release, started = threading.Event(), threading.Event()
+
+    def slow(x):
+        started.set()
+        release.wait(10)
+        return x + 1
+
+    first, second = Program(slow), Program(lambda x: x * 2)
+    pool, x = ThreadPoolExecutor(1), np.ones(3, np.float32)
+    first.prepare(pool, x)
+    started.wait(10)
+    second.prepare(pool, x)
+    pool.shutdown(wait=False, cancel_futures=True)  # the first has begun, the second has not
+    release.set()
+    np.testing.assert_array_equal(second(x), [2, 2, 2])
+    np.testing.assert_array_equal(first(x), [2, 2, 2])
+    with compilers() as pool:
+        second.prepare(pool, x)
+    np.testing.assert_array_equal(second(x), [2, 2, 2])

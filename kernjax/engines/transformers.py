@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kernjax.model import ModelConfig
     from kernjax.precision import Policy
     from kernjax.scoring.batch import RowPlan
-    from kernjax.scoring.producer import Shape
+    from kernjax.scoring.producer import Following, Shape
     from kernjax.texts import Corpus
 
 ATTENTION = ("eager", "sdpa")
@@ -92,7 +92,9 @@ class TransformersProducer:
     def check_corpus(self, corpus: Corpus) -> None:
         """Nothing to check: a policy that is accepted sets nothing by itself."""
 
-    def compiling(self, batches: list[Shape]) -> contextlib.AbstractContextManager[None]:
+    def compiling(
+        self, batches: list[Shape], following: Sequence[Following] = ()
+    ) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def score(

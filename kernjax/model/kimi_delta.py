@@ -20,7 +20,7 @@ from flax import nnx
 
 from kernjax.model.cache import Cache, put_row, row
 from kernjax.model.config import ModelConfig
-from kernjax.model.delta_net import causal_conv, log_decay
+from kernjax.model.delta_net import causal_conv, log_decay, per_head
 from kernjax.model.execution import LayerPlan
 from kernjax.model.layers import l2_normalised, linear, normalised, rounder
 from kernjax.precision import LayerPolicy
@@ -97,9 +97,10 @@ class KimiDelta(nnx.Module):
         )
 
         # Unlike GDN's, the norm is float32 until the gate has been applied.
-        o = normalised(r(o), config.rms_norm_eps) * self.norm[...].astype(jnp.float32)
-        o = o * jax.nn.sigmoid(self._gate(x, policy).astype(jnp.float32)).reshape(heads)
-        y = linear(store(o, policy.activations).reshape(batch, time, -1), self.out[...], policy)
+        o = normalised(r(o), config.rms_norm_eps).reshape(batch, time, -1)
+        o = o * per_head(self.norm[...], config.linear_key_heads)
+        o = o * jax.nn.sigmoid(self._gate(x, policy).astype(jnp.float32))
+        y = linear(store(o, policy.activations), self.out[...], policy)
         return y, dataclasses.replace(
             cache,
             conv=put_row(cache.conv, jnp.concatenate(windows, axis=-1), index),

@@ -49,6 +49,8 @@ class RowPlan:
 class Scorer:
     """A model, an execution and the compiled functions that score batches with them.
 
+    The decoder may hold shapes alone: then `prepare` works, and `score` does after `hold`.
+
     `hidden=True` adds per-layer sketches of the residual stream to every row, `full=True` the
     log-probabilities of the whole vocabulary, `routes` ("rows" or "all") the experts that every row
     went to, or those of every token too. With `variants`, other executions with the same `top`,
@@ -86,6 +88,10 @@ class Scorer:
         decode = place.by_parts(functools.partial(_decode_scan, *chosen), takes="wwbcbb", gives="b")
         self._prefill = Program(prefill, donate=(3,), out_shardings=(place.cache, rows))
         self._decode = Program(decode, out_shardings=rows)
+
+    def hold(self, decoder: Decoder) -> None:
+        """Takes the weights of `decoder`, of the same config and dtypes, from now on."""
+        self._params = nnx.split(decoder)[1]
 
     def choose(self, which: np.ndarray) -> None:
         """From now on layer i runs variant `which[i]` (0: the execution, k: `variants[k - 1]`)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kernjax.plugins import Kernel
@@ -54,6 +54,7 @@ def run_lenses(
         kernels: Mapping[str, Kernel] | None,
         limit: int | None,
         same_experts: bool = False,
+        following: Sequence[tuple[Policy, int | None]] = (),
     ) -> Recording:
         return session.record(
             policy,
@@ -61,28 +62,32 @@ def run_lenses(
             kernels,
             limit=limit,
             same_experts=same_experts,
+            following=following,
             on_progress=announce(f"{name} {policy}"),
         )
 
     if lenses.same_experts:  # what is missing shows before anything runs
         first = session.corpus.segments[0].id
         recorded_experts(session.reference, first, session.checkpoint.config)
-    runs = Runs(record("candidate", policy, kernels, lenses.limit))
+    few = min(lenses.isolated_limit, lenses.limit or lenses.isolated_limit)
+    alone = isolated(policy, production) if lenses.isolated else None
+    base = twin(policy, production) if lenses.twin else None
+    runs_alone = alone is not None and not kernels and alone != parse_policy("f32")
+    following = [(alone, few)] if runs_alone else []
+    following += [] if base is None else [(base, lenses.limit)]
+    runs = Runs(record("candidate", policy, kernels, lenses.limit, following=following))
     if lenses.repeat:
         runs.repeat = record("repeat", policy, kernels, lenses.limit)
-    if lenses.isolated:
-        few = min(lenses.isolated_limit, lenses.limit or lenses.isolated_limit)
-        alone = isolated(policy, production)
+    if alone is not None:
         if kernels:
             candidates, oracles = behind_door(kernels, production.activations)
             oracle = record("isolated_oracle", alone, oracles, few)
             runs.isolated = (oracle, record("isolated", alone, candidates, few))
-        elif alone != parse_policy("f32"):
+        elif runs_alone:
             runs.isolated = (session.reference, record("isolated", alone, None, few))
         elif delta(policy, production):
             runs.notes.append("The change only removes rounding: on float32 it does nothing.")
-    if lenses.twin:
-        base = twin(policy, production)
+    if base is not None:
         runs.twin = (record("twin", base, None, lenses.limit), runs.candidate)
     if lenses.same_experts:
         runs.same_experts = record("same_experts", policy, kernels, lenses.limit, True)

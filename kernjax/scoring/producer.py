@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from kernjax.base.errors import UserError
 from kernjax.base.hashing import sha256_bytes, sha256_file
 from kernjax.model import Decoder, ModelConfig, plan_execution
 from kernjax.model.packed import Packed
-from kernjax.model.params import abstract_params, leaves, tree_of
+from kernjax.model.params import DTYPES, abstract_params, leaves, tree_of
 from kernjax.plugins import Kernel, check_called, check_layers, check_lse, check_policy
 from kernjax.pods import Pod
 from kernjax.precision import Policy, executed_sites
@@ -46,6 +46,8 @@ _PACKAGES = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy")
 
 # Of a batch: its size, context length, decode length and one plan a segment.
 Shape = tuple[int, int, int, list[RowPlan]]
+# Who runs next in the same command, and on what.
+Following = tuple[Scorer, list[Shape]]
 
 
 class Producer(Protocol):
@@ -62,8 +64,13 @@ class Producer(Protocol):
         """UserError when the policy sets something that this corpus never executes."""
         ...
 
-    def compiling(self, batches: list[Shape]) -> contextlib.AbstractContextManager[None]:
-        """While it is open, what these batches need may be compiled beside what runs."""
+    def compiling(
+        self, batches: list[Shape], following: Sequence[Following] = ()
+    ) -> contextlib.AbstractContextManager[None]:
+        """While it is open, what these batches need may be compiled beside what runs.
+
+        And after that what `following` producers will need.
+        """
         ...
 
     def score(
@@ -127,7 +134,7 @@ class JaxProducer:
     `routes="all"` those of every token too.
 
     `directory` is an HF directory, or a `Checkpoint` that several producers share (with its mesh
-    and its pod).
+    and its pod). `scorer` is that of `scorer_of_shapes` for the same arguments.
     """
 
     def __init__(
@@ -142,6 +149,7 @@ class JaxProducer:
         routes: str | None = None,
         progress: bool = False,
         pod: Pod | None = None,
+        scorer: Scorer | None = None,
     ) -> None:
         if not isinstance(directory, Checkpoint):
             directory = Checkpoint(directory, mesh, progress, pod)
@@ -166,7 +174,7 @@ class JaxProducer:
         self.decoder = Decoder(config, rounded(params, config, policy.weights))
         on_mesh = mesh_plans(config, self.mesh)
         self.execution = plan_execution(policy, config.num_layers, self.kernels, **on_mesh)
-        self.scorer = Scorer(
+        self.scorer = scorer or Scorer(
             self.decoder,
             self.execution,
             policy.prefill_window,
@@ -175,6 +183,8 @@ class JaxProducer:
             routes=routes,
             mesh=self.mesh,
         )
+        if scorer is not None:
+            scorer.hold(self.decoder)
 
     @property
     def spans_hosts(self) -> bool:
@@ -214,7 +224,9 @@ class JaxProducer:
         )
 
     @contextlib.contextmanager
-    def compiling(self, batches: list[Shape]) -> Iterator[None]:
+    def compiling(
+        self, batches: list[Shape], following: Sequence[Following] = ()
+    ) -> Iterator[None]:
         if self.mesh is not None or self.kernels:
             # Arguments without their shardings would compile for one device; and a plug-in is
             # traced where its errors belong, in the call that needs it.
@@ -225,6 +237,9 @@ class JaxProducer:
             for shape in batches:
                 self.scorer.prepare(pool, *shape)
             with pool.show():
+                for scorer, shapes in following:
+                    for shape in shapes:
+                        scorer.prepare(pool, *shape)
                 yield
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -239,6 +254,20 @@ class JaxProducer:
         rows = self.scorer.score(tokens, context_len, plans, progress)
         check_called(self.kernels)
         return rows
+
+
+def scorer_of_shapes(
+    config: ModelConfig, policy: Policy, *, full: bool = False, routes: str | None = None
+) -> Scorer:
+    """A scorer that can compile for a policy whose weights nobody has read yet."""
+    held = DTYPES[_load_dtype(policy.weights)]
+    shapes = tree_of(
+        (path, jax.ShapeDtypeStruct(spec.shape, spec.dtype(held)))
+        for path, spec in leaves(abstract_params(config))
+    )
+    execution = plan_execution(policy, config.num_layers)
+    decoder = Decoder(config, shapes)
+    return Scorer(decoder, execution, policy.prefill_window, full=full, routes=routes)
 
 
 def check_fits(

@@ -1,7 +1,8 @@
 """A jitted function whose compilations can be started ahead, beside what runs already.
 
 Compiling takes as long as running on a small corpus, and XLA's compiler and its programs each
-leave part of a machine idle.
+leave part of a machine idle. What was prepared and not begun when its threads were shut down
+compiles when it is prepared again, or called.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ class Program:
     def prepare(self, pool: ThreadPoolExecutor, *args: Any) -> None:
         """Starts to compile for arguments of these shapes (arrays or ShapeDtypeStructs)."""
         key = _shapes(args)
-        if key not in self._ahead:
+        if key not in self._ahead or self._ahead[key].cancelled():
             self._ahead[key] = pool.submit(lambda: self._jit.lower(*args).compile())
 
     def __call__(self, *args: Any) -> Any:
         key = _shapes(args)
-        if (ahead := self._ahead.get(key)) is not None:
+        ahead = self._ahead.get(key)
+        if ahead is not None and not ahead.cancelled():
             return ahead.result()(*args)
         # The first call compiles before it returns.
         with Work("compiling", "program", 1, shown=_is_first() and key not in self._called) as work:

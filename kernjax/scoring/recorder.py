@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from kernjax.recording import (
 from kernjax.recording.manifest import complete_manifest, flatten
 from kernjax.scoring.batch import RowPlan
 from kernjax.scoring.positions import PREFILL, RESCORE, prefill_positions
-from kernjax.scoring.producer import JaxProducer, Producer, check_tokenizer
+from kernjax.scoring.producer import Following, JaxProducer, Producer, Shape, check_tokenizer
 from kernjax.scoring.routes import ROUTE_GAPS, ROUTE_IDS, TOKEN_ROUTE_IDS, recorded_experts
 from kernjax.texts import Corpus, Segment
 
@@ -66,6 +66,7 @@ def record_corpus(
     overwrite: bool = False,
     reuse: bool = False,
     pod: Pod | None = None,
+    following: Sequence[Following] = (),
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> str:
     """Scores `corpus` and writes the recording to `out`; its identity.
@@ -74,7 +75,8 @@ def record_corpus(
     corpus); without one the rows are the producer's own top 20. A run that stopped goes on at the
     batches whose segments are missing; batches are always cut from the whole corpus, so that what
     shares a batch, and with it every bit, does not depend on where a run stopped. `reuse` takes a
-    complete recording of the same producer as it is, which otherwise is an error.
+    complete recording of the same producer as it is, which otherwise is an error. What `following`
+    producers need compiles beside this one's run.
 
     The processes of a `pod` write one recording. Where the producer lies on devices of all of them,
     they compute every batch together and each writes its share of the segments; otherwise each
@@ -109,11 +111,7 @@ def record_corpus(
         batches = list(pod.share(batches))
     total = sum(corpus.segments[i].length - 1 for batch in batches for i in batch)
     done, began = 0, time.monotonic()
-    shapes = [
-        (len(batch), first.context_len, first.score_len, [plans[i] for i in batch])
-        for batch, first in ((batch, corpus.segments[batch[0]]) for batch in batches)
-    ]
-    with producer.compiling(shapes):
+    with producer.compiling(_shapes(corpus, plans, batches), following):
         for number, batch in enumerate(batches):
             chosen = [corpus.segments[i] for i in batch]
 
@@ -138,6 +136,20 @@ def record_corpus(
             on_progress(Progress(number + 1, len(batches), done, total, seconds, chosen[0].id))
     pod.barrier("all is written")
     return pod.broadcast("identity", writer.finish)
+
+
+def shapes_at(corpus: Corpus, window: int, reference: Recording, batch_size: int) -> list[Shape]:
+    """What `record_corpus` will score of `corpus` at the ids of `reference`."""
+    plans = _plans(corpus, window, False, reference)
+    return _shapes(corpus, plans, _batches(corpus.segments, batch_size))
+
+
+def _shapes(corpus: Corpus, plans: Sequence[RowPlan], batches: Iterable[list[int]]) -> list[Shape]:
+    firsts = ((batch, corpus.segments[batch[0]]) for batch in batches)
+    return [
+        (len(batch), first.context_len, first.score_len, [plans[i] for i in batch])
+        for batch, first in firsts
+    ]
 
 
 def _open(
