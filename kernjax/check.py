@@ -28,7 +28,6 @@ Exit codes: 0 PASS · 1 FAIL · 2 INCONCLUSIVE · 3 could not judge.
 
 from __future__ import annotations
 
-import shlex
 import sys
 import tempfile
 import time
@@ -131,7 +130,7 @@ def main(args: list[str]) -> int:
             runs.notes.append(_routes_note(changes))
         forced = runs.same_experts and _twin_table(compare(reference, runs.same_experts))
     wall_s = time.monotonic() - began
-    more: dict[str, Any] = {"command": _as_typed(), "runs": runs.costs, "notes": runs.notes}
+    more: dict[str, Any] = {"command": FLAGS.as_typed(), "runs": runs.costs, "notes": runs.notes}
     if runs.cost:
         more["cost"] = runs.cost
     if twin is not None:
@@ -176,11 +175,6 @@ def _asked() -> dict[str, str]:
         "mirror": _MIRROR,
     }
     return {name: str(flag.value) for name, flag in flags.items() if flag.value != flag.default}
-
-
-def _as_typed() -> str:
-    """The command that does this once more, from the same directory."""
-    return shlex.join(["python", "-m", FLAGS.command_name, *FLAGS.given()])
 
 
 def _text_of(reference: Any) -> Any:

@@ -53,7 +53,7 @@ _OUTPUT_DIR = FLAGS.string("output_dir", None, "Keeps the recordings; a stopped 
 def main(args: list[str]) -> int:
     del args
     began = time.monotonic()
-    from kernjax.base.files import check_writable
+    from kernjax.base.files import check_writable, write_text
     from kernjax.base.progress import Meter
     from kernjax.faults import CATALOGUE, NORMALS, SHORT, find
     from kernjax.faults.table import line, markdown, plain
@@ -97,8 +97,8 @@ def main(args: list[str]) -> int:
     wrong = [result for result in results if not result.is_right]
     floor = band.detection_floor
     if _MARKDOWN.value:
-        title = f"Faults, controls and normal producers on `{_CORPUS.value}`"
-        Path(_MARKDOWN.value).write_text(markdown(results, floor, title), encoding="utf-8")
+        page = markdown(results, floor, _CORPUS.value, FLAGS.as_typed("output_dir"))
+        write_text(Path(_MARKDOWN.value), page)
     print(_summary(results, wrong, floor))
     command.print_json(
         {

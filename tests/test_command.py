@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -65,6 +66,9 @@ def test_what_was_given_can_be_typed_again():
     assert sorted(seen[0]) == sorted(argv)
     assert run_toy(seen[0], main, flags) == 0
     assert seen[1] == seen[0]
+    command = shlex.split(flags.as_typed("batch_size", "kernel"))
+    assert command[:2] == ["python", "-m"]
+    assert sorted(command[3:]) == ["--model=a b", "--overwrite"]
 
 
 def test_a_terminal_that_lacks_a_character_gets_an_escape(monkeypatch):

@@ -125,12 +125,13 @@ def test_what_a_row_has_to_come_to(tiny, capsys, monkeypatch, expected, status, 
     captured = capsys.readouterr().out
     assert code == (0 if is_right else 1)
     assert ("some_row" in captured.splitlines()[-2]) is not is_right
-    assert (f"**{status}**" in markdown([row], {"prose": 1.1}, "T")) is not is_right
+    assert (f"**{status}**" in markdown([row], {"prose": 1.1}, "C", "T")) is not is_right
 
 
 def test_the_table_names_size_ratio_and_gates():
-    text = markdown([result("red", "red")], {"prose": 1.1}, "Title")
-    assert text.startswith("# Title\n")
+    text = markdown([result("red", "red")], {"prose": 1.1}, "demo", "python -m kernjax.x --a=1")
+    assert "on the corpus `demo`, made by\n\n```\npython -m kernjax.x --a=1\n```\n" in text
+    assert "1 rows: 1 red." in text
     assert (
         "| `some_row` | attention.decode | what | A1 | 5.0e-01 / inf | prose 9 | red |"
         " level: prose, 9 of 1.1 (also flips) |" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import shlex
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -182,6 +183,11 @@ class Flags(absl_flags.FlagValues):
             else:
                 words.append(f"--{name}={flag.value}")
         return words
+
+    def as_typed(self, *without: str) -> str:
+        """The command that does this once more from the same directory, less some flags."""
+        words = [word for word in self.given() if word[2:].partition("=")[0] not in without]
+        return shlex.join(["python", "-m", self.command_name, *words])
 
     def format_manual(self) -> str:
         """The docstring, then the flags by group with their defaults."""

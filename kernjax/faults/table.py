@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,11 +18,23 @@ def line(result: Result) -> str:
     return f"{mark} {result.status:15} {result.id:28} {told}  [{result.seconds:.0f} s]"
 
 
-def markdown(results: Sequence[Result], floor: Mapping[str, float], title: str) -> str:
-    """The table that stands in the docs."""
+def markdown(results: Sequence[Result], floor: Mapping[str, float], corpus: str, typed: str) -> str:
+    """The page that stands in the docs; `typed` is the command that made it."""
+    counts = ", ".join(f"{n} {status}" for status, n in Counter(r.status for r in results).items())
     smallest = ", ".join(f"{value:.4g} ({kind})" for kind, value in floor.items())
     lines = [
-        f"# {title}",
+        "# What the instrument catches",
+        "",
+        f"Planted faults, controls and normal producers on the corpus `{corpus}`, made by",
+        "",
+        "```",
+        typed,
+        "```",
+        "",
+        "A fault is red when a check would FAIL with it, or when the op alone is far from right at"
+        " lengths that the corpus does not reach; below the floor when its whole effect, with its"
+        " bound, is smaller than what the corpus can detect. A control (a difference that engines"
+        f" may have) and a normal producer must not be red. {len(results)} rows: {counts}.",
         "",
         "R: geometric ratio of the KL to that of the normal producers on the same rows, all depths"
         " of a kind, with its 95 % upper bound where the row is not red. Local size: relative"
