@@ -25,12 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kernjax.base import command
+from kernjax.base import command, shared_flags
 
 FLAGS = command.Flags("calibrate", __doc__)
-_MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
-_REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
+_MODEL = shared_flags.model(FLAGS)
+_CORPUS = shared_flags.corpus(FLAGS)
+_REFERENCE = shared_flags.reference(FLAGS)
 _NORMAL = FLAGS.multi_string("normal", "A policy or a recording; four or more.", required=True)
 _BAD = FLAGS.multi_string("bad", "A policy, recording or planted fault: known to be wrong.")
 _OUT = FLAGS.string("out", None, "The band's file (JSON).", required=True)
@@ -40,9 +40,9 @@ _PRODUCTION = FLAGS.string("production_policy", "bf16", "The policy candidates a
 _DEPLOY = FLAGS.integer("deploy_context", None, "Depth it will serve, in tokens.", lower_bound=1)
 FLAGS.heading("How it runs")
 _DIR = FLAGS.string("recordings_dir", None, "Keeps the recordings made here, one folder a policy.")
-_BATCH_SIZE = FLAGS.integer("batch_size", 16, "Segments of one depth run together.", lower_bound=1)
-_MESH = FLAGS.string("mesh", None, "Devices, e.g. data=1,tensor=8.")
-_MIRROR = FLAGS.string("mirror", None, "Directory with a text corpus's sources.")
+_BATCH_SIZE = shared_flags.batch_size(FLAGS)
+_MESH = shared_flags.mesh(FLAGS)
+_MIRROR = shared_flags.mirror(FLAGS)
 
 
 def main(args: list[str]) -> int:

@@ -34,7 +34,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kernjax.base import command
+from kernjax.base import command, shared_flags
 from kernjax.base.errors import UserError
 from kernjax.base.showing import for_logs
 
@@ -43,9 +43,9 @@ _POLICY = FLAGS.string("policy", None, "The candidate's policy, e.g. fp8_scaled.
 _KERNEL = FLAGS.multi_string("kernel", "OP=module:function; may be repeated.")
 _CANDIDATE = FLAGS.string("candidate", None, "A finished recording instead of a run.")
 FLAGS.heading("What it is judged against")
-_MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
-_REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
+_MODEL = shared_flags.model(FLAGS)
+_CORPUS = shared_flags.corpus(FLAGS)
+_REFERENCE = shared_flags.reference(FLAGS)
 _BAND = FLAGS.string("band", None, "The normal difference; default: the demo's.")
 _INCUMBENT = FLAGS.string("incumbent", None, "Recording of what runs now.")
 _PRODUCTION = FLAGS.string("production_policy", "bf16", "What the candidate is a change of.")
@@ -69,9 +69,9 @@ _GREEDY = FLAGS.integer(
 FLAGS.heading("How it runs")
 _OUTPUT_DIR = FLAGS.string("output_dir", None, "Keeps report, verdict and recordings.")
 _LIMIT = FLAGS.integer("limit", None, "At most so many segments per kind and depth.", lower_bound=1)
-_BATCH_SIZE = FLAGS.integer("batch_size", 16, "Segments of one depth run together.", lower_bound=1)
-_MESH = FLAGS.string("mesh", None, "Devices, e.g. data=1,tensor=8.")
-_MIRROR = FLAGS.string("mirror", None, "Directory with a text corpus's sources.")
+_BATCH_SIZE = shared_flags.batch_size(FLAGS)
+_MESH = shared_flags.mesh(FLAGS)
+_MIRROR = shared_flags.mirror(FLAGS)
 
 _GREEDY_PROMPTS = 4  # of each kind
 

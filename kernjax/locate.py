@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kernjax.base import command
+from kernjax.base import command, shared_flags
 from kernjax.base.errors import UserError
 
 FLAGS = command.Flags("locate", __doc__)
@@ -43,17 +43,17 @@ _SHARE = FLAGS.number(
 )
 _ISOLATED = FLAGS.boolean("isolated", True, "On float32; --noisolated: on the production policy.")
 FLAGS.heading("What it is a change of")
-_MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
-_REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
+_MODEL = shared_flags.model(FLAGS)
+_CORPUS = shared_flags.corpus(FLAGS)
+_REFERENCE = shared_flags.reference(FLAGS)
 _BAND = FLAGS.string("band", None, "The normal difference; default: the demo's, or none.")
 _PRODUCTION = FLAGS.string("production_policy", "bf16", "What the candidate is a change of.")
 FLAGS.heading("How it runs")
 _OUTPUT_DIR = FLAGS.string("output_dir", None, "Keeps locate.md and locate.json.")
 _LIMIT = FLAGS.integer("limit", 2, "At most so many segments per kind and depth.", lower_bound=1)
-_BATCH_SIZE = FLAGS.integer("batch_size", 16, "Segments of one depth run together.", lower_bound=1)
-_MESH = FLAGS.string("mesh", None, "Devices, e.g. data=1,tensor=8.")
-_MIRROR = FLAGS.string("mirror", None, "Directory with a text corpus's sources.")
+_BATCH_SIZE = shared_flags.batch_size(FLAGS)
+_MESH = shared_flags.mesh(FLAGS)
+_MIRROR = shared_flags.mirror(FLAGS)
 
 _DETAILED = 3  # layers of a search that are run by themselves
 

@@ -36,7 +36,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kernjax.base import command
+from kernjax.base import command, shared_flags
 from kernjax.base.errors import UserError
 
 FLAGS = command.Flags("report", __doc__)
@@ -49,16 +49,16 @@ FLAGS.heading("The article's figures")
 _FIGURES = FLAGS.boolean("figures", False, "Draws them instead of a verdict.")
 _RECORDINGS = FLAGS.string("recordings", None, "Directory of recordings; default: the demo's own.")
 _RECORD = FLAGS.boolean("record", False, "Makes the recordings that are missing.")
-_MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
-_REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
+_MODEL = shared_flags.model(FLAGS)
+_CORPUS = shared_flags.corpus(FLAGS)
+_REFERENCE = shared_flags.reference(FLAGS)
 _PRODUCTION = FLAGS.string("production_policy", "bf16", "What the formats are a change of.")
 _LIMIT = FLAGS.integer("limit", None, "Records at most so many segments per kind and depth.",
                        lower_bound=1)  # fmt: skip
 _RUNS = FLAGS.boolean("model_runs", True, "Also what needs the model; --nomodel_runs: files only.")
 _GREEDY = FLAGS.integer("greedy", 256, "Tokens of the greedy texts; 0: none.", lower_bound=0)
-_BATCH_SIZE = FLAGS.integer("batch_size", 16, "Segments of one depth run together.", lower_bound=1)
-_MIRROR = FLAGS.string("mirror", None, "Directory with a text corpus's sources.")
+_BATCH_SIZE = shared_flags.batch_size(FLAGS)
+_MIRROR = shared_flags.mirror(FLAGS)
 
 
 def main(args: list[str]) -> int:

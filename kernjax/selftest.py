@@ -28,23 +28,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kernjax.base import command
+from kernjax.base import command, shared_flags
 
 FLAGS = command.Flags("selftest", __doc__)
 _ONLY = FLAGS.comma_list("only", [], "Ids of the rows to run; default: all of them.")
 _SHORT = FLAGS.boolean("short", False, "Named faults and controls only, without local sizes.")
 FLAGS.heading("What it runs on")
-_MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
-_REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
+_MODEL = shared_flags.model(FLAGS)
+_CORPUS = shared_flags.corpus(FLAGS)
+_REFERENCE = shared_flags.reference(FLAGS)
 _BAND = FLAGS.string("band", None, "The normal difference; default: the demo's.")
 FLAGS.heading("How it runs")
 _FIRST_LOOK = FLAGS.integer(
     "first_look", 4, "Segments per kind and depth that a fault is tried on first.", lower_bound=2
 )
-_BATCH_SIZE = FLAGS.integer("batch_size", 16, "Segments of one depth run together.", lower_bound=1)
-_MESH = FLAGS.string("mesh", None, "Devices, e.g. data=1,tensor=8.")
-_MIRROR = FLAGS.string("mirror", None, "Directory with a text corpus's sources.")
+_BATCH_SIZE = shared_flags.batch_size(FLAGS)
+_MESH = shared_flags.mesh(FLAGS)
+_MIRROR = shared_flags.mirror(FLAGS)
 FLAGS.heading("What it writes")
 _MARKDOWN = FLAGS.string("markdown", None, "File for the table, in Markdown.")
 _OUTPUT_DIR = FLAGS.string("output_dir", None, "Keeps the recordings; a stopped run goes on there.")

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kernjax.base import command
+from kernjax.base import command, shared_flags
 from kernjax.base.errors import UserError
 
 FLAGS = command.Flags("sweep", __doc__)
@@ -42,18 +42,18 @@ _BITS = FLAGS.string("bits", None, "Mantissa bits: 4..16, or 16,13,10,7,4.")
 _FORMATS = FLAGS.comma_list("formats", [], "Formats instead of bits, the widest first.")
 _POLICY = FLAGS.string("policy", "bf16", "The policy that the rounding is added to.")
 FLAGS.heading("What it is judged against")
-_MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "demo, demo-deep, local, article, or a manifest.")
-_REFERENCE = FLAGS.string("reference", None, "The ground truth's recording; default: the demo's.")
+_MODEL = shared_flags.model(FLAGS)
+_CORPUS = shared_flags.corpus(FLAGS)
+_REFERENCE = shared_flags.reference(FLAGS)
 _BAND = FLAGS.string("band", None, "The normal difference; default: the demo's.")
 FLAGS.heading("How it runs")
 _OUTPUT_DIR = FLAGS.string("output_dir", None, "Keeps tables, plot and recordings.")
 _PLOT = FLAGS.string("plot", None, "Draws the plot into this file (png, svg, pdf).")
 _LIMIT = FLAGS.integer("limit", None, "At most so many segments per kind and depth.", lower_bound=1)
 _PROBE = FLAGS.integer("probe", 4, "Segments of the layer table; 0: no table.", lower_bound=0)
-_BATCH_SIZE = FLAGS.integer("batch_size", 16, "Segments of one depth run together.", lower_bound=1)
-_MESH = FLAGS.string("mesh", None, "Devices, e.g. data=1,tensor=8.")
-_MIRROR = FLAGS.string("mirror", None, "Directory with a text corpus's sources.")
+_BATCH_SIZE = shared_flags.batch_size(FLAGS)
+_MESH = shared_flags.mesh(FLAGS)
+_MIRROR = shared_flags.mirror(FLAGS)
 
 
 def main(args: list[str]) -> int:

@@ -11,20 +11,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kernjax.base import command
+from kernjax.base import command, shared_flags
 
 # Equally right: each changes the order of sums or how much is rounded where nothing depends on it.
 NORMALS = ("bf16", "chunk32", "chunk128", "block256", "p_f32", "row_sum_rounded")
 BAD = ("bf16,delta_rule.state=m4", "fp8_lazy_rescale")
 
 FLAGS = command.Flags("demo.bundle", __doc__)
-_MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
+_MODEL = shared_flags.model(FLAGS)
 _CORPUS = FLAGS.string("corpus", "demo", "The corpus (name or manifest).")
 _WORK = FLAGS.string("work_dir", None, "Keeps the recordings while they are made.", required=True)
 _OUT = FLAGS.string("out", None, "Directory of the bundle.", required=True)
 _NORMALS = FLAGS.comma_list("normals", NORMALS, "Policies of the normal producers.")
 _BAD = FLAGS.multi_string("bad", f"Policies known to be wrong; default: {' and '.join(BAD)}.")
-_BATCH_SIZE = FLAGS.integer("batch_size", 16, "Segments of one depth run together.", lower_bound=1)
+_BATCH_SIZE = shared_flags.batch_size(FLAGS)
 
 
 def main(args: list[str]) -> int:

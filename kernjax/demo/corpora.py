@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kernjax.base import command
+from kernjax.base import command, shared_flags
 
 DOCUMENT_LEN = 1024  # longest sampled document, in tokens
 SCORE_LEN = 128
@@ -32,7 +32,7 @@ SHAPES = {
 KINDS = ("prose", "code")
 
 FLAGS = command.Flags("demo.corpora", __doc__)
-_MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
+_MODEL = shared_flags.model(FLAGS)
 _PROMPTS = FLAGS.string("prompts", None, "JSONL of prompts; default: the bundled ones.")
 _OUT = FLAGS.string("out", None, "Directory to write to.", required=True)
 _CORPORA = FLAGS.comma_list("corpora", list(SHAPES), "Which of them to make.")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kernjax.base import command
+from kernjax.base import command, shared_flags
 from kernjax.base.errors import UserError
 
 FLAGS = command.Flags("demo.table", __doc__)
@@ -22,7 +22,7 @@ _EXTRA = FLAGS.multi_string("policy", "A further policy in the grammar of --poli
 _WORK = FLAGS.string("work_dir", None, "Keeps the recordings.", required=True)
 _OUT = FLAGS.string("out", None, "The Markdown file.", required=True)
 _LIMIT = FLAGS.integer("limit", None, "At most so many segments per kind and depth.", lower_bound=1)
-_BATCH_SIZE = FLAGS.integer("batch_size", 16, "Segments of one depth run together.", lower_bound=1)
+_BATCH_SIZE = shared_flags.batch_size(FLAGS)
 
 
 def main(args: list[str]) -> int:

@@ -22,15 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernjax.base import command
-from kernjax.base.resources import model_directory
+from kernjax.base import command, shared_flags
 
 if TYPE_CHECKING:
     from kernjax.experiments.drift import Drift
 
 FLAGS = command.Flags("experiments.fp8_drift", __doc__)
-_MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "A corpus by name, or its manifest.")
+_MODEL = shared_flags.model(FLAGS)
+_CORPUS = shared_flags.corpus(FLAGS)
 _DEPTH = FLAGS.integer("depth", 8192, "Tokens of a passage.", lower_bound=64)
 _WINDOW = FLAGS.integer("window", 512, "Tokens of a prefill window.", lower_bound=64)
 _PASSAGES = FLAGS.integer("passages", 2, "Passages of each kind.", lower_bound=1)
@@ -41,17 +40,13 @@ FORMATS = ("bf16", "fp8*448", "fp8", "fp8/rounded", "stochastic", "stochastic/ro
 def main(args: list[str]) -> int:
     del args
     from kernjax.experiments import attention, drift
-    from kernjax.experiments.passages import passages, stacked
+    from kernjax.experiments.passages import opened
     from kernjax.experiments.tables import effect_markdown, effect_rows
     from kernjax.precision import parse_policy
-    from kernjax.scoring.producer import Checkpoint
-    from kernjax.texts import load_corpus
 
     began = time.monotonic()
-    directory = model_directory(_MODEL.value)
-    corpus = load_corpus(_CORPUS.value, directory)
-    tokens, kinds = stacked(passages(corpus, _DEPTH.value, _PASSAGES.value))
-    checkpoint, tokens = Checkpoint(directory), tokens[:, :-1]
+    checkpoint, tokens, kinds = opened(_MODEL.value, _CORPUS.value, _DEPTH.value, _PASSAGES.value)
+    tokens = tokens[:, :-1]
     effect = attention.measure(checkpoint, parse_policy("f32"), FORMATS, tokens, _WINDOW.value)
     local = effect_rows(effect, kinds)
 

@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernjax.base import command
-from kernjax.base.resources import model_directory
+from kernjax.base import command, shared_flags
 
 if TYPE_CHECKING:
     from kernjax.experiments.state import Decoded
 
 FLAGS = command.Flags("experiments.long_decode", __doc__)
-_MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "A corpus by name, or its manifest.")
+_MODEL = shared_flags.model(FLAGS)
+_CORPUS = shared_flags.corpus(FLAGS)
 _POLICY = FLAGS.string("policy", "bf16", "The production policy.")
 _FORMATS = FLAGS.comma_list("formats", ["bf16", "m6", "m4"], "Formats of the state.")
 _CONTEXT = FLAGS.integer("context", 512, "Tokens prefilled.", lower_bound=1)
@@ -40,16 +39,13 @@ _PASSAGES = FLAGS.integer("passages", 2, "Passages of each kind.", lower_bound=1
 def main(args: list[str]) -> int:
     del args
     from kernjax.base.progress import Meter
-    from kernjax.experiments.passages import passages, stacked
+    from kernjax.experiments.passages import opened
     from kernjax.experiments.state import decode, lanes
     from kernjax.precision import parse_policy
-    from kernjax.scoring.producer import Checkpoint
     from kernjax.scoring.recorder import Progress
-    from kernjax.texts import load_corpus
 
-    directory = model_directory(_MODEL.value)
-    corpus = load_corpus(_CORPUS.value, directory)
-    tokens, kinds = stacked(passages(corpus, _CONTEXT.value + _STEPS.value, _PASSAGES.value))
+    length = _CONTEXT.value + _STEPS.value
+    checkpoint, tokens, kinds = opened(_MODEL.value, _CORPUS.value, length, _PASSAGES.value)
     chosen = lanes(parse_policy(_POLICY.value), _FORMATS.value)
     meter, began = Meter("decode", "step"), time.monotonic()
 
@@ -58,7 +54,7 @@ def main(args: list[str]) -> int:
         seconds = time.monotonic() - began
         meter(Progress(done, 1, steps, _STEPS.value, seconds, f"step {steps}"))
 
-    found = decode(Checkpoint(directory), chosen, tokens[:, :-1], _CONTEXT.value, progress)
+    found = decode(checkpoint, chosen, tokens[:, :-1], _CONTEXT.value, progress)
     tables = summarise(found, kinds)
     print(markdown(tables))
     command.print_json({**tables, "wall_s": time.monotonic() - began})

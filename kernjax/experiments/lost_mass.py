@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import time
 
-from kernjax.base import command
-from kernjax.base.resources import model_directory
+from kernjax.base import command, shared_flags
 
 FLAGS = command.Flags("experiments.lost_mass", __doc__)
-_MODEL = FLAGS.string("model", "demo", "HF directory of the model, or `demo`.")
-_CORPUS = FLAGS.string("corpus", "demo", "A corpus by name, or its manifest.")
+_MODEL = shared_flags.model(FLAGS)
+_CORPUS = shared_flags.corpus(FLAGS)
 _POLICY = FLAGS.string("policy", "f32", "What the model runs: the operands are its own.")
 _FORMATS = FLAGS.comma_list("formats", ["bf16", "fp8*448", "fp8*256", "fp8"], "Formats of P.")
 _DEPTH = FLAGS.integer("depth", 8192, "Tokens of a passage.", lower_bound=2)
@@ -36,18 +35,14 @@ _PASSAGES = FLAGS.integer("passages", 2, "Passages of each kind.", lower_bound=1
 def main(args: list[str]) -> int:
     del args
     from kernjax.experiments.attention import measure
-    from kernjax.experiments.passages import passages, stacked
+    from kernjax.experiments.passages import opened
     from kernjax.experiments.tables import effect_markdown, effect_rows
     from kernjax.precision import parse_policy
-    from kernjax.scoring.producer import Checkpoint
-    from kernjax.texts import load_corpus
 
     began = time.monotonic()
-    directory = model_directory(_MODEL.value)
-    corpus = load_corpus(_CORPUS.value, directory)
-    tokens, kinds = stacked(passages(corpus, _DEPTH.value, _PASSAGES.value))
+    checkpoint, tokens, kinds = opened(_MODEL.value, _CORPUS.value, _DEPTH.value, _PASSAGES.value)
     effect = measure(
-        Checkpoint(directory),
+        checkpoint,
         parse_policy(_POLICY.value),
         tuple(_FORMATS.value),
         tokens[:, :-1],

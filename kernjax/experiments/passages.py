@@ -5,7 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from kernjax.base.errors import UserError
-from kernjax.texts import Corpus
+from kernjax.base.resources import model_directory
+from kernjax.scoring.producer import Checkpoint
+from kernjax.texts import Corpus, load_corpus
+
+
+def opened(
+    model: str, corpus: str, length: int, count: int
+) -> tuple[Checkpoint, np.ndarray, np.ndarray]:
+    """What an experiment runs on: the model's files, `count` passages of each kind, their kinds.
+
+    `model` and `corpus` as --model and --corpus name them; see `passages` and `stacked`.
+    """
+    directory = model_directory(model)
+    tokens, kinds = stacked(passages(load_corpus(corpus, directory), length, count))
+    return Checkpoint(directory), tokens, kinds
 
 
 def passages(corpus: Corpus, length: int, count: int) -> dict[str, np.ndarray]:

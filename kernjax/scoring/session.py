@@ -46,7 +46,9 @@ def _bundled(model: str, corpus: str, what: str, name: str) -> str:
             "The demo's own are bundled for its corpora `demo` and `demo-deep`.",
             "Make one: kernjax.record --policy=f32 for a reference, kernjax.calibrate for a band.",
         )
-    return str(path)
+    # In a checkout as one would type it: reports name it, and so do the commands in them.
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 @dataclasses.dataclass(frozen=True)
