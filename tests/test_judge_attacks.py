@@ -45,7 +45,10 @@ def moved(reference: Recording, candidate: Recording, factor: np.ndarray) -> Rec
         for r in (reference, candidate)
     )
     cells = ours + np.sqrt(factor)[:, None] * (theirs - ours)
-    cells -= np.logaddexp.reduce(cells, axis=1)[:, None]
+    total = np.logaddexp.reduce(cells, axis=1)
+    cells -= total[:, None]
+    ours, theirs = (r.target_logprobs.astype(np.float64) for r in (reference, candidate))
+    unlisted = ours + np.sqrt(factor) * (theirs - ours) - total
     order = np.argsort(-cells[:, :-1], axis=1, kind="stable")
     rows = np.arange(len(cells))
     ranked = np.take_along_axis(cells[:, :-1], order, axis=1)
@@ -59,9 +62,9 @@ def moved(reference: Recording, candidate: Recording, factor: np.ndarray) -> Rec
         tail_logprob=cells[:, -1].astype(np.float32),
         top1_ids=reference.top_ids[rows, order[:, 0]],
         margins=(ranked[:, 0] - ranked[:, 1]).astype(np.float32),
-        target_logprobs=np.where(is_target.any(axis=1), listed, cells[:, -1] - 10.0).astype(
-            np.float32
-        ),
+        target_logprobs=np.where(
+            is_target.any(axis=1), listed, np.minimum(unlisted, cells[:, -1])
+        ).astype(np.float32),
     )
 
 
@@ -96,6 +99,19 @@ ATTACKS = {
         r.decode,
         np.where(r.segment % 2 == 0, 1.5, 0.0),
     ),
+    "two thirds of the segments times 1.15, the others 0.2": lambda r: (
+        r.decode,
+        np.where(r.segment % 3 == 0, 0.2, 1.15),
+    ),
+    "rescored, half times 1.25, half nearly the reference": lambda r: (
+        r.rescored,
+        np.where(r.segment % 2 == 0, 1.25, 1e-4),
+    ),
+    "one segment's last position times 1000": lambda r: (r.last & (r.segment == 9), 1000),
+    "one segment's chunk edges times 60": lambda r: (
+        r.prefill & ~r.last & (r.segment == 20) & (r.pos >= 64),
+        60,
+    ),
     "1 % of the positions times 100": lambda r: (r.decode & (r.some < 0.01), 100),
     "the prompt's last position times 2": lambda r: (r.last, 2),
     "prefill's edges times 2": lambda r: (r.prefill & ~r.last, 2),
@@ -118,6 +134,19 @@ def test_no_pass(reference, candidate, band, name):
     assert verdict.outcome is not Outcome.PASS
     severe = {"fail", "inconclusive"}
     assert [f for f in verdict.findings if f.severity in severe]
+
+
+def test_a_wrong_shard_of_words_that_are_not_listed(reference, candidate, band):
+    """Half a nat at one of sixteen shards of the vocabulary, outside the 20 ids: the KL sees one
+    cell, whose mass stays; the corpus's own tokens tell."""
+    listed = (reference.top_ids == reference.target_ids[:, None]).any(axis=1)
+    shard = ~listed & (reference.target_ids // 24 == 13)
+    assert 50 < shard.sum() < 0.02 * len(shard)
+    logprobs = candidate.target_logprobs - np.where(shard, np.float32(0.5), 0)
+    attack = dataclasses.replace(candidate, identity="attack", target_logprobs=logprobs)
+    verdict = judge(compare(reference, attack), band)
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+    assert "outside the recorded ids moves" in verdict.reason
 
 
 def test_a_small_bias_that_kl_hardly_shows(reference, candidate, band):

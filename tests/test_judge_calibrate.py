@@ -111,12 +111,13 @@ def test_a_producer_given_twice(normals):
         calibrate(None, [*normals, dataclasses.replace(normals[2], candidate_name="copy")])
 
 
-def test_a_producer_that_hardly_differs(normals):
+@pytest.mark.parametrize("apart", [0.01, 0.4])
+def test_a_producer_that_hardly_differs(normals, apart):
     almost = dataclasses.replace(
         normals[2],
         candidate_name="copy",
         candidate_digest="another",
-        margin_change=normals[2].margin_change * 1.01,
+        margin_change=normals[2].margin_change + apart * normals[3].margin_change,
     )
     with pytest.raises(UserError, match="differ from each other by only"):
         calibrate(None, [*normals, almost])

@@ -78,12 +78,33 @@ def test_the_bounds_hold_the_true_ratio_as_often_as_they_claim():
 
 def test_the_command_prints_its_table(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["simulate", "--draws=1", "--per_cell=4"])
-    monkeypatch.setattr(simulate, "study", lambda draws, seed, design: ({"x": _tally(draws)}, 0))
+    monkeypatch.setattr(simulate, "study", lambda draws, *rest: ({"x": _tally(draws)}, 0))
     simulate.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["effect", "PASS", "FAIL"]
     # Of one draw: PASS, FAIL, the bound on FAIL, INCONCLUSIVE; no interval was looked at.
     assert lines[1].split()[:6] == ["x", "100.0", "0.0", "95.0", "0.0", "-"]
+
+
+def test_a_few_effects_by_name(capsys, monkeypatch):
+    asked = []
+
+    def study(draws, seed, effects, design):
+        asked.extend(effects)
+        return {effect.name: _tally(draws) for effect in effects}, 0
+
+    monkeypatch.setattr(simulate, "study", study)
+    monkeypatch.setattr("sys.argv", ["simulate", "--draws=1", "--effects=normal,R 2"])
+    simulate.main()
+    assert [effect.ratio for effect in asked] == [1.0, 2.0]
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:3]] == [
+        "normal",
+        "R 2",
+    ]
+    monkeypatch.setattr("sys.argv", ["simulate", "--effects=R 3"])
+    with pytest.raises(SystemExit):
+        simulate.main()
+    assert "no effect is called R 3" in capsys.readouterr().err
 
 
 def _tally(draws: int) -> simulate.Tally:

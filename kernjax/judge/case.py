@@ -26,8 +26,19 @@ class Finding:
     command: str = ""  # the next command to run
 
 
-SEGMENT_STATISTICS = ("geometric", "arithmetic", "rescore", "rescore_arithmetic")
-"""ln R of single segments, as `ratio_statistics` names them."""
+SEGMENT_STATISTICS = {
+    "geometric": "",
+    "arithmetic": "",
+    "rescore": "rescored",
+    "rescore_arithmetic": "rescored",
+    "edge_window": "after a prefill window",
+    "edge_document": "after a document's start",
+    "edge_chunk": "after a chunk",
+    "edge_start": "at decode's start",
+    "edge_block": "at a block's edge",
+    "last": "at the prompt's last position",
+}
+"""ln R of single segments, as `ratio_statistics` names them, and on which of their rows it is."""
 
 SEVERITIES = ("fail", "inconclusive", "warning", "note")
 
@@ -106,17 +117,18 @@ class Case:
         ]
 
     @cached_property
-    def largest_of_normals(self) -> dict[str, float]:
-        """By statistic: the largest ln R that a normal has, against the others, in any segment."""
+    def normals_apart(self) -> dict[str, np.ndarray]:
+        """By statistic of SEGMENT_STATISTICS: each normal's ln R against the others, [M, S] over
+        the band's segments."""
         normals = self.band.normals
         found = [
             ratio_statistics(normal, [*normals[:i], *normals[i + 1 :]])
             for i, normal in enumerate(normals)
         ]
         return {
-            name: max(float(np.nanmax(statistics[name])) for statistics in found)
+            name: np.stack([statistics[name] for statistics in found])
             for name in SEGMENT_STATISTICS
-            if name in found[0]
+            if all(name in statistics for statistics in found)
         }
 
     @cached_property

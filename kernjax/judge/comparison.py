@@ -78,6 +78,7 @@ class Comparison:
     full_kl: np.ndarray | None = None  # [R] over the whole vocabulary, where both recorded it
     upper: Comparison | None = None  # where ids are missing: this one is the lower bound
     missing_ids: int = 0  # rows in which the candidate lacks some of the reference's ids
+    unlisted: np.ndarray | None = None  # [R] bool: the corpus's token is none of the listed ids
 
     @cached_property
     def prefill_window(self) -> int:
@@ -173,6 +174,7 @@ def compare(
         candidate_name=candidate.path,
         bitwise_reference=_digest(candidate) == _digest(reference),
         full_kl=_full_kl(reference, candidate, finite),
+        unlisted=~np.any(reference.top_ids == reference.target_ids[:, None], axis=1),
     )
     if not own_ids:
         return comparison

@@ -1,12 +1,13 @@
 """Synthetic truth: how often the verdict is right, on recordings whose effect is known.
 
-    python -m kernjax.judge.simulate [--draws=200] [--seed=0] [--stress]
+    python -m kernjax.judge.simulate [--draws=200] [--seed=0] [--effects=normal] [--stress]
 
 prints, for bands of freshly drawn normals at the bundled corpora's size, how often a further
 normal and candidates with planted effects come out PASS, FAIL or INCONCLUSIVE, the upper 95 %
 binomial bound of FAIL, and how often the one-sided 95 % bounds of the geometric R hold the truth.
-`--stress` does so for corpora that are harder: heavier tails, positions that go together, ties,
-no flips at all, few or noisy producers, few segments.
+`--effects` names some of the candidates; `normal`, drawn first, comes to the same without the
+others. `--stress` does so for corpora that are harder: heavier tails, positions that go together,
+ties, no flips at all, few or noisy producers, few segments.
 
 The model of a decoded position: producer m adds noise g_m (some components, correlated between
 producers and along positions) to the logits, of a size that varies between segments and from
@@ -328,6 +329,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=200, help="bands drawn")
     parser.add_argument("--seed", type=int, default=0, help="of the generator")
+    parser.add_argument(
+        "--effects",
+        default=[effect.name for effect in EFFECTS],
+        type=lambda text: text.split(","),
+        help="candidates by name, comma between; all by default",
+    )
     parser.add_argument("--normals", type=int, default=5, help="producers a band")
     parser.add_argument("--producer_sd", type=float, default=0.02, help="ln factor of a producer")
     parser.add_argument("--segment_sd", type=float, default=0.08, help="ln factor in a segment")
@@ -335,8 +342,11 @@ def main() -> None:
     parser.add_argument("--per_cell", type=int, default=16, help="segments per kind and depth")
     parser.add_argument("--stress", action="store_true", help="the harder corpora instead")
     args = parser.parse_args()
+    known = {effect.name: effect for effect in EFFECTS}
+    if unknown := [name for name in args.effects if name not in known]:
+        parser.error(f"no effect is called {', '.join(unknown)}; there are {', '.join(known)}")
     if args.stress:
-        effects = [effect for effect in EFFECTS if effect.name in _STRESSED]
+        effects = [known[name] for name in args.effects if name in _STRESSED]
         for name, design in STRESS.items():
             print(f"{name}:\n{table(*study(args.draws, args.seed, effects, design))}\n", flush=True)
         return
@@ -347,7 +357,8 @@ def main() -> None:
         heavy=args.heavy,
         per_cell=args.per_cell,
     )
-    tallies, refused = study(args.draws, args.seed, design=design)
+    effects = [known[name] for name in args.effects]
+    tallies, refused = study(args.draws, args.seed, effects, design)
     print(table(tallies, refused))
 
 
