@@ -4,7 +4,7 @@
 #
 #   IMAGE=... MODEL=/models/Qwen3.8-27B OUT=gs://bucket/reference launch/gke_jobset.sh
 #
-# Flags of kernjax.record may follow. Exit codes 1 and 2 are verdicts: not started again. A host
+# Flags of kernjax.record may follow. Verdicts (1, 2) and bad input (3) are not started again. A host
 # that is preempted or dies ends the others; then all start again and go on where they stopped.
 set -euo pipefail
 
@@ -22,7 +22,8 @@ PYTHON=${PYTHON:-python3}
 RESTARTS=${RESTARTS:-20}
 
 record=("$PYTHON" -m kernjax.record "--flagfile=$RECIPE" "--model=$MODEL" "--out=$OUT" "$@")
-command=$("$PYTHON" -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "${record[@]}")
+command=$("$PYTHON" -c 'import json, sys; print(json.dumps(sys.argv[1:]))' \
+    bash launch/host_lost.sh "${record[@]}")
 manifest="
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -39,7 +40,7 @@ spec:
         completions: $HOSTS
         backoffLimit: 0
         podFailurePolicy:
-          rules: [{action: FailJob, onExitCodes: {operator: In, values: [1, 2]}}]
+          rules: [{action: FailJob, onExitCodes: {operator: In, values: [1, 2, 3]}}]
         template:
           spec:
             restartPolicy: Never

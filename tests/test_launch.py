@@ -22,7 +22,8 @@ from kernjax.texts import write_corpus
 from kernjax.weights import check_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = sorted((ROOT / "launch").iterdir())
+HOST_LOST = ROOT / "launch" / "host_lost.sh"  # runs a command inside a job, and starts none
+SCRIPTS = sorted(set((ROOT / "launch").iterdir()) - {HOST_LOST})
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.flags"))
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
@@ -62,7 +63,7 @@ def run(script: Path, cwd: Path, *words: str, path: Path | None = None, **env: s
     )
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("script", [*SCRIPTS, HOST_LOST], ids=lambda path: path.name)
 def test_the_shell_checks(script):
     text = shell_of(script)
     assert len(script.read_text(encoding="utf-8").splitlines()) <= 60
@@ -186,9 +187,39 @@ def test_the_jobset_is_yaml_that_never_retries_a_verdict(tmp_path):
     assert rule == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     inner = job["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert inner["podFailurePolicy"]["rules"] == [
-        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [1, 2]}}
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [1, 2, 3]}}
     ]
     assert inner["parallelism"] == inner["completions"] == 8 and inner["backoffLimit"] == 0
     (container,) = inner["template"]["spec"]["containers"]
+    assert container["command"][:2] == ["bash", "launch/host_lost.sh"]
     assert container["command"][-1] == "--policy=bf16,attention.p=m7"
     assert inner["template"]["spec"]["restartPolicy"] == "Never"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "ends"),
+    [
+        ('{"exit_code": 3, "error": "lost", "again": true}', 3, 75),
+        ('{"exit_code": 3, "error": "bad flag"}', 3, 3),
+        ('{"exit_code": 1, "again": true}', 1, 1),
+        ("", 0, 0),
+    ],
+)
+def test_a_lost_host_ends_with_a_code_of_its_own(line, code, ends):
+    """What the command says comes through; only its last line counts."""
+    words = ["bash", str(HOST_LOST), "bash", "-c"]
+    said = '{"again": true}\n' + line
+    command = f"printf '%s\\n' {shlex.quote(said)}; exit {code}"
+    done = subprocess.run([*words, command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (ends, said + "\n")
+
+
+def test_a_preempted_container_tells_its_command():
+    command = "trap 'echo stopped; exit 5' TERM; echo ready; while :; do sleep 0.1; done"
+    process = subprocess.Popen(
+        ["bash", str(HOST_LOST), "bash", "-c", command], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout and process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert process.communicate(timeout=60)[0] == "stopped\n"
+    assert process.returncode in (5, 143)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kernjax.base import command
-from kernjax.base.errors import UserError
+from kernjax.base.errors import HostLost, UserError
 from kernjax.pods import Pod, PodFlags
 from kernjax.pods import pod as pod_module
 from kernjax.pods.pod import Joined
@@ -158,26 +158,28 @@ def test_exit_codes_agree_or_nobody_passes():
         assert isinstance(error, UserError) and "[0, 1]" in str(error)
 
 
-def test_a_failure_reaches_the_others():
-    heard: dict[int, str] = {}
+@pytest.mark.parametrize("kind", [UserError, HostLost])
+def test_a_failure_reaches_the_others(kind):
+    heard: dict[int, UserError] = {}
 
     def body(pod: Joined) -> None:
         done = threading.Event()
 
-        def on_failure(message: str) -> None:
-            heard[pod.index] = message
+        def on_failure(failure: UserError) -> None:
+            heard[pod.index] = failure
             done.set()
 
         pod.watch(on_failure)
         if pod.index == 1:
-            pod.announce("the disk is full.")
+            pod.announce("the disk is full.", again=kind is HostLost)
         else:
             assert done.wait(20)
 
     assert together(3, body) == [None] * 3
-    assert heard == dict.fromkeys(
-        (0, 2), "process 1 of 3 failed, and with it the run: the disk is full."
-    )
+    assert heard.keys() == {0, 2} and {type(failure) for failure in heard.values()} == {kind}
+    assert {str(failure) for failure in heard.values()} == {
+        "process 1 of 3 failed, and with it the run: the disk is full."
+    }
 
 
 def test_a_pod_of_one_needs_nobody():

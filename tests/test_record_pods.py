@@ -98,6 +98,7 @@ def test_one_model_over_all_processes_killed_and_started_again(flags, tmp_path):
         assert other.popen.returncode == 3, other.text
         assert "Traceback" not in other.text
         assert "process" in other.result["error"] and other.result["exit_code"] == 3
+        assert other.result["again"] is True
         with pytest.raises(UserError):
             load_recording(out)
         now = {path.name for path in out.glob("segments/*.json")}
@@ -115,13 +116,21 @@ def test_one_model_over_all_processes_killed_and_started_again(flags, tmp_path):
 
 
 def test_k3_over_two_processes_is_that_of_one(k3, tmp_path):
-    """Experts in MXFP4, KDA and latent heads in two parts, each in a process of its own."""
+    """Experts in MXFP4, KDA and latent heads in two parts, each in a process of its own.
+
+    The two keep their experts packed, the one has dequantised them at load: the same rows.
+    """
     words = [*k3, "--mesh=tensor=2", "--limit=1"]
-    pod = start_pod("kernjax.record", [*words, f"--out={tmp_path / 'two'}"], 2)
+    packed = "--policy=f32,dequantise=layer"
+    pod = start_pod("kernjax.record", [*words, packed, f"--out={tmp_path / 'two'}"], 2)
     assert end(pod) == [0, 0], [process.text for process in pod]
     single = start("kernjax.record", *words, f"--out={tmp_path / 'one'}", devices=2)
     assert single.wait() == 0, single.text
-    assert pod[0].result["identity"] == single.result["identity"]
+    assert pod[0].result["identity"] != single.result["identity"]  # the policies differ
+    two, one = files(tmp_path / "two"), files(tmp_path / "one")
+    same = [name for name in one if one[name] == two[name]]
+    assert two.keys() == one.keys()
+    assert one.keys() - set(same) <= {"manifest.json", "complete.json"}, same
 
 
 def test_flags_that_differ_end_both(flags, tmp_path):
@@ -136,6 +145,7 @@ def test_flags_that_differ_end_both(flags, tmp_path):
     for process in (pod[0], late):
         assert "--policy: absent on process 0, --policy=bf16 on process 1" in process.text
         assert "Start the same command on all hosts." in process.result["error"]
+        assert "again" not in process.result
     assert not (tmp_path / "out").exists()
 
 

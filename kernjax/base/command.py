@@ -44,6 +44,7 @@ from kernjax.base.errors import (
     EXIT_FAIL,
     EXIT_INCONCLUSIVE,
     EXIT_PASS,
+    HostLost,
     UserError,
 )
 from kernjax.base.flags import Flags
@@ -106,8 +107,8 @@ def guard(
     """Calls `body`; its exit code, or 3 with one line on standard error when anything is raised.
 
     The last line of standard output is then {"exit_code": 3, "error": ...}, so that whoever reads
-    the JSON line always finds one. `body` returning None means 0; a code outside 0..3 becomes 3.
-    `debug_log` names a file to append the traceback to.
+    the JSON line always finds one; of a `HostLost` it also has "again": true. `body` returning None
+    means 0; a code outside 0..3 becomes 3. `debug_log` names a file to append the traceback to.
     """
     _log_to_stderr()
     _print_anything()
@@ -123,7 +124,7 @@ def guard(
         message = explain(error)
         if path := debug_log():
             message += _append_traceback(path)
-        _report(name, message)
+        _report(name, message, again=isinstance(error, HostLost))
         return EXIT_COULD_NOT_JUDGE
 
 
@@ -194,11 +195,12 @@ class _StderrHandler(logging.StreamHandler):
         pass
 
 
-def _report(name: str, message: str) -> None:
+def _report(name: str, message: str, again: bool) -> None:
     try:
         sys.stderr.write(for_logs(f"{name}: {message}\n"))
         sys.stderr.flush()
-        print_json({"exit_code": EXIT_COULD_NOT_JUDGE, "error": message})
+        hint = {"again": True} if again else {}
+        print_json({"exit_code": EXIT_COULD_NOT_JUDGE, "error": message, **hint})
     except (OSError, ValueError):
         # Standard output is the thing that broke. Python flushes it once more at exit and would
         # end with code 120 and a message of its own.

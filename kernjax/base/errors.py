@@ -18,3 +18,10 @@ class UserError(Exception):
     def __init__(self, found: str, expected: str = "", todo: str = "") -> None:
         self.found, self.expected, self.todo = found, expected, todo
         super().__init__(" ".join(part for part in (found, expected, todo) if part))
+
+
+class HostLost(UserError):
+    """A run lost one of its processes, and nothing is wrong with what it was given.
+
+    The same command, started again as it is, may succeed; the JSON line says `"again": true`.
+    """

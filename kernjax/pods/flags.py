@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from kernjax.base import command
-from kernjax.base.errors import EXIT_COULD_NOT_JUDGE, UserError
+from kernjax.base.errors import EXIT_COULD_NOT_JUDGE, HostLost, UserError
 from kernjax.pods.guardian import Tell, guarded
 from kernjax.pods.joining import HEARTBEAT_S, Settings, join
 from kernjax.pods.pod import Joined, Pod
@@ -99,13 +99,13 @@ class PodFlags:
             pod = join(settings)
             joined.append(pod)
             tell(f"joined {pod.index} {pod.count}")
-            pod.watch(lambda message: self._end(pod, message))
+            pod.watch(lambda failure: self._end(pod, failure))
             try:
                 pod.check_same("flags", self._shared(), "Start the same command on all hosts.")
                 return pod.agree(body(pod) or 0)
             except BaseException as error:
                 error = self._explained(pod, error)
-                pod.announce(command.explain(error))
+                pod.announce(command.explain(error), again=isinstance(error, HostLost))
                 raise error from None
 
         code = self._guard(everything)
@@ -138,23 +138,23 @@ class PodFlags:
             return error
         time.sleep(_GRACE_S)  # a process that failed, and did not die, says so
         if pod.failure is not None:
-            return UserError(pod.failure)
+            return pod.failure
         reason = next(line for line in str(error).splitlines() if line.strip())
-        return UserError(
+        return HostLost(
             f"Process {pod.index} of {pod.count} lost the connection to another process of this"
             f" run, which died or cannot be reached ({reason[:200]}).",
             "All of them are needed to the end.",
             self._again,
         )
 
-    def _end(self, pod: Joined, message: str) -> None:
+    def _end(self, pod: Joined, failure: UserError) -> None:
         """Ends this process for another one's failure, in the middle of whatever it does."""
         time.sleep(_GRACE_S)
         if pod.announced:
             return  # what failed here is said in its own words
 
         def fail() -> int:
-            raise UserError(message)
+            raise failure
 
         code = self._guard(fail)
         if pod.is_first:
@@ -168,7 +168,7 @@ class PodFlags:
             who = "This process"
             if settings.index is not None:
                 who = f"Process {settings.index} of {settings.count}"
-            return UserError(
+            return HostLost(
                 f"{who} could not join the others at {settings.address or 'auto'} within"
                 f" {settings.timeout_s} s ({name}).",
                 "Every process starts within that time, with the same --coordinator_address and"
@@ -178,13 +178,13 @@ class PodFlags:
             )
         who = f"Process {joined[0]} of {joined[1]}"
         if number == signal.SIGABRT:
-            return UserError(
+            return HostLost(
                 f"{who} was ended because another process of this run died, or could not be"
                 f" reached for {HEARTBEAT_S} s.",
                 "All of them are needed to the end; the log of the one that died says why.",
                 self._again,
             )
-        return UserError(
+        return HostLost(
             f"{who} was ended by {name} (preempted, out of memory, or stopped by hand).",
             todo=self._again,
         )

@@ -6,7 +6,7 @@ import dataclasses
 import socket
 import time
 
-from kernjax.base.errors import UserError
+from kernjax.base.errors import HostLost, UserError
 from kernjax.pods.pod import Joined
 
 # A peer that sends nothing for so long is dead: the others end well within a minute.
@@ -75,7 +75,7 @@ def _wait_for(address: str, timeout_s: float) -> None:
         except OSError as error:
             # A name that is not known yet may be soon: hosts of a cluster start one by one.
             if left <= 1:
-                raise UserError(
+                raise HostLost(
                     f"The coordinator {address} was not reachable for {timeout_s:g} s"
                     f" ({error.strerror or error}).",
                     "Expected process 0 to run on that host, and the port to be open between the"

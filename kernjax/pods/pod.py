@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kernjax.base.errors import UserError
+from kernjax.base.errors import HostLost, UserError
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class Joined(Pod):
     def __init__(self, client: Any, index: int, count: int) -> None:
         self._client, self.index, self.count = client, index, count
         self._turns: collections.Counter[str] = collections.Counter()
-        self.failure: str | None = None  # what another process announced
+        self.failure: UserError | None = None  # what another process announced
         self.announced = False  # whether this one failed, and says so itself
 
     def barrier(self, name: str) -> None:
@@ -107,14 +107,15 @@ class Joined(Pod):
             )
         return code
 
-    def announce(self, message: str) -> None:
+    def announce(self, message: str, again: bool = False) -> None:
         """Tells the others that this process failed, whatever they are doing; the first one counts.
 
-        Returns when they have heard, or after some seconds: the coordinator must outlive that.
+        `again`: for the loss of a host, as `HostLost` means it. Returns when they have heard, or after some seconds: the coordinator must outlive that.
         """
         self.announced = True
         try:
-            self._put(_FAILURE, json.dumps({"index": self.index, "message": message}))
+            told = {"index": self.index, "message": message, "again": again}
+            self._put(_FAILURE, json.dumps(told))
         except Exception:
             return  # somebody was first, or the coordinator is gone
         deadline = time.monotonic() + _HEARD_S
@@ -126,14 +127,15 @@ class Joined(Pod):
                 except Exception:
                     return
 
-    def watch(self, on_failure: Callable[[str], None]) -> None:
+    def watch(self, on_failure: Callable[[UserError], None]) -> None:
         """From now on `on_failure` is called, in a thread, with what another process announced."""
 
         def wait() -> None:
             announced = json.loads(self._wait(_FAILURE))
             if self.announced:
                 return
-            self.failure = (
+            kind = HostLost if announced["again"] else UserError
+            self.failure = kind(
                 f"process {announced['index']} of {self.count} failed, and with it the run:"
                 f" {announced['message']}"
             )
