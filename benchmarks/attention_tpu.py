@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import AttentionFormats, mosaic_tpu
+from pallas_kernels.attention.tiles import choose_tpu
 from pallas_kernels.formats import BF16, E4M3_448, F32
 
 # T, S, N, G, H, Hv, causal
@@ -48,8 +49,10 @@ def work(case: str) -> tuple[float, float]:
     return 2 * heads * pairs * (width + v_width), moved + 4 * tokens * heads * v_width
 
 
-def build(case: str, contender: str) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
-    """(function, argument shapes) to compile."""
+def build(
+    case: str, contender: str, device_kind: str
+) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
+    """(function, argument shapes) to compile for a TPU of that kind."""
     tokens, capacity, heads, groups, width, v_width, causal = CASES[case]
 
     def shape(*axes: int) -> jax.ShapeDtypeStruct:
@@ -63,7 +66,7 @@ def build(case: str, contender: str) -> tuple[Callable[..., jax.Array], tuple[An
         def ours(q, k, v):
             return mosaic_tpu.attention(
                 q, k, v, q_offset=lengths[0], kv_length=lengths[1], formats=formats,
-                fixed=(offset, capacity),
+                tiles=choose_tpu(q, k, formats, device_kind), fixed=(offset, capacity),
             )  # fmt: skip
 
         cache = (1, capacity, groups)

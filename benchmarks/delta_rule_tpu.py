@@ -59,8 +59,10 @@ def work(case: str) -> tuple[float, float]:
     return flops, moved
 
 
-def build(case: str, contender: str) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
-    """(function, argument shapes) to compile."""
+def build(
+    case: str, contender: str, device_kind: str
+) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
+    """(function, argument shapes) to compile: the same for every TPU."""
     spec = CASES[case]
     function = functools.partial(
         getattr(mosaic_tpu, spec.op), lengths=None, scale=spec.key_dim**-0.5,

@@ -30,8 +30,8 @@ def profile(
 ) -> dict[str, Any]:
     """{"cycles", "bundles", "spills", "vmem"} of a contender; what could not be had is missing.
 
-    `module` has `build(case, contender) -> (function, avals)`; cycles and bundles are those of the
-    largest Pallas kernel in it.
+    `module` has `build(case, contender, device_kind) -> (function, avals)`; cycles and bundles are
+    those of the largest Pallas kernel in it.
     """
     found: dict[str, Any] = {}
     for mode in modes:
@@ -91,9 +91,10 @@ def _main(module: str, case: str, contender: str, chip: str) -> None:
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    function, avals = importlib.import_module(module).build(case, contender)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip])
-    here = SingleDeviceSharding(topology.devices[0])
+    device = topology.devices[0]
+    function, avals = importlib.import_module(module).build(case, contender, device.device_kind)
+    here = SingleDeviceSharding(device)
     compiled = jax.jit(function, in_shardings=here, out_shardings=here).lower(*avals).compile()
     lines = [line for line in compiled.as_text().splitlines() if "tpu_custom_call" in line]
     used = re.findall(

@@ -23,18 +23,14 @@ def round_to(x: jax.Array, fmt: Format) -> jax.Array:
     return round_on_grid(x * jnp.float32(fmt.scale), fmt) * jnp.float32(fmt.reciprocal)
 
 
-def round_on_grid(y: jax.Array, fmt: Format, *, in_range: bool = False) -> jax.Array:
-    """y float32 -> the nearest value of the format's own dtype: `fmt.scale` is not applied.
-
-    `in_range` says that |y| stays below the format's largest value plus half a step, which spares
-    the check for it.
-    """
+def round_on_grid(y: jax.Array, fmt: Format) -> jax.Array:
+    """y float32 -> the nearest value of the format's own dtype: `fmt.scale` is not applied."""
     if fmt.is_exact:
         return y
     if fmt.dtype not in _LEAST_NORMAL:
         return _drop_bits(y, 23 - (fmt.mantissa_bits or _MANTISSA[fmt.dtype]))
     largest = jnp.float32(_LARGEST[fmt.dtype])
-    if fmt.dtype == "float8_e4m3fn" and not in_range:
+    if fmt.dtype == "float8_e4m3fn":
         y = jnp.minimum(jnp.maximum(y, -largest), largest)
     # 2**e <= |y| < 2**(e + 1), or the least normal: below that the grid is uniform. Adding 1.5
     # times 2**(e + 23 - mantissa) leaves a sum whose last bit is the grid's step at y.
@@ -43,11 +39,34 @@ def round_on_grid(y: jax.Array, fmt: Format, *, in_range: bool = False) -> jax.A
     power = jnp.maximum(power, jnp.float32(_LEAST_NORMAL[fmt.dtype]))
     shift = power * jnp.float32(1.5 * 2.0 ** (23 - _MANTISSA[fmt.dtype]))
     rounded = (y + shift) - shift
-    if fmt.dtype == "float16" and not in_range:
+    if fmt.dtype == "float16":
         infinite = jnp.where(y > 0, jnp.float32(jnp.inf), jnp.float32(-jnp.inf))
         # An infinite y makes `shift` infinite too, and the difference NaN.
         rounded = jnp.where(jnp.abs(y) >= jnp.float32(65520.0), infinite, rounded)
     return rounded
+
+
+def round_probabilities(p: jax.Array, fmt: Format, most: float) -> jax.Array:
+    """`round_on_grid` of p float32 in [0, most]: float8 and float16 take four vector operations.
+
+    The shift is 2**(23 - mantissa) p, whose last bit is the grid's step at p. So is that of
+    p - shift, or half of it next above a power of two, where the nearest is that power either way.
+    Halfway cases have a shift of an even number of steps, and so go to even. Below the least normal
+    the grid is uniform: the shift is a constant, above that normal's own lest the difference have
+    a finer last bit.
+
+    ValueError for float16 beyond its largest value, which would be infinite.
+    """
+    if fmt.dtype not in _LEAST_NORMAL:
+        return round_on_grid(p, fmt)
+    largest = _LARGEST[fmt.dtype]
+    if most > largest:
+        if fmt.dtype == "float16":
+            raise ValueError(f"round_probabilities: {most=} is beyond float16's {largest:g}.")
+        p = jnp.minimum(p, jnp.float32(largest))
+    least = jnp.float32(1.5 * _LEAST_NORMAL[fmt.dtype])
+    shift = jnp.maximum(p, least) * jnp.float32(2.0 ** (23 - _MANTISSA[fmt.dtype]))
+    return (p - shift) + shift
 
 
 def fits_bfloat16(fmt: Format) -> bool:

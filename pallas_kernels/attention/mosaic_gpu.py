@@ -258,9 +258,8 @@ def _softmax_step(
     p = jnp.exp2((s - jax.lax.broadcast_in_dim(m_new, shape, [0])) * factor)
     alpha = jnp.exp2((m - m_new) * factor)
     fmt = formats.p
-    top = fmt.scale * 2.0**formats.rescale_threshold
-    in_range = fmt.dtype != "float8_e4m3fn" or top <= 448
-    rounded = kernel_rounding.round_on_grid(p, fmt, in_range=in_range)
+    most = fmt.scale * 2.0**formats.rescale_threshold
+    rounded = kernel_rounding.round_probabilities(p, fmt, most)
     total = total * alpha + jnp.sum(rounded if formats.row_sum == "rounded" else p, axis=1)
     pieces = kernel_rounding.bfloat16_pieces(rounded, _pieces(fmt))
     for index, piece in enumerate(pieces):

@@ -24,7 +24,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +35,12 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import kernel_rounding
 from pallas_kernels.attention.formats import AttentionFormats
 from pallas_kernels.attention.operands import Operands, prepare
-from pallas_kernels.attention.tiles import Tiles, choose, round_up
+from pallas_kernels.attention.tiles import Tiles, choose, choose_tpu, round_up
 
 _LANES = 128
 _LOG2_E = math.log2(math.e)
+_CORNER = 256  # rows that share a softmax step on the diagonal: a matrix unit's
+_MOST_BLOCKS = 12
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 _NT = (((1,), (1,)), ((), ()))  # [m, k] x [n, k] -> [m, n]
 _NN = (((1,), (0,)), ((), ()))  # [m, k] x [k, n] -> [m, n]
@@ -98,7 +101,8 @@ def mosaic_tpu(
             f"mosaic_tpu attention runs on TPU; this is {jax.default_backend()!r}"
             " ('mosaic_tpu_interpret' runs the same kernel anywhere, slowly)."
         )
-    return attention(q, k, v, **rest)
+    tiles = choose_tpu(q, k, rest.get("formats", AttentionFormats()))
+    return attention(q, k, v, tiles=tiles, **rest)
 
 
 def mosaic_tpu_interpret(
@@ -142,6 +146,21 @@ def _refuse(
             f"{where} tiles.fp8_dot with formats.p={p} and v stored as {v.dtype}, rounded to"
             f" {formats.v}; both must be float8_e4m3fn."
         )
+    if tiles.fp8_cast and p.dtype != "float8_e4m3fn":
+        raise NotImplementedError(
+            f"{where} tiles.fp8_cast with formats.p={p}; it casts to float8_e4m3fn."
+        )
+
+
+class _Block(NamedTuple):
+    """`count` rows from `begin` against `width` of the loaded keys from `sub`; `diagonal` where
+    row r of the block sees all but the last count - 1 - r of them."""
+
+    begin: int
+    count: int
+    sub: int
+    width: int
+    diagonal: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +192,34 @@ class _Plan:
     @property
     def can_part(self) -> bool:
         return self.tiles.heads == 1 and self.tiles.rows % self.tiles.block_k == 0
+
+    @property
+    def whole_blocks(self) -> list[_Block]:
+        """Every row against every loaded key, in halves of the rows: see `_meet`."""
+        tiles = self.tiles
+        part = tiles.rows // 2 if tiles.rows >= 512 else tiles.rows
+        return [
+            _Block(begin, part, sub, tiles.block_k)
+            for sub in range(0, tiles.block_kv, tiles.block_k)
+            for begin in range(0, tiles.rows, part)
+        ]
+
+    @property
+    def diagonal_blocks(self) -> list[_Block]:
+        """What the rows see where row r sees the loaded keys up to r; none where rows are not
+        tokens in order, or where it would be a long program."""
+        tiles = self.tiles
+        count = min(_CORNER, tiles.block_k)
+        if tiles.heads > 1 or tiles.rows % count or tiles.block_k % count:
+            return []
+        blocks = []
+        for sub in range(0, tiles.block_kv, tiles.block_k):
+            for begin in range(0, tiles.rows, count):
+                width = min(begin + count - sub, tiles.block_k)
+                if width > 0:
+                    diagonal = begin + count == sub + width
+                    blocks.append(_Block(begin, count, sub, width, diagonal))
+        return blocks if len(blocks) <= _MOST_BLOCKS else []
 
     @property
     def lanes(self) -> int:
@@ -278,14 +325,15 @@ def _kernel(
         l_ref[...] = jnp.zeros(l_ref.shape, jnp.float32)
         acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
 
-    step = functools.partial(
-        _softmax_step, factors_ref, q_ref, k_ref, v_ref, m_ref, l_ref, acc_ref, plan
-    )
+    refs = _Refs(factors_ref, q_ref, k_ref, v_ref, m_ref, l_ref, acc_ref)
+    meet = functools.partial(_meet, refs, plan)
+    first = offset + i * tiles.block_q
+    whole = start + tiles.block_kv <= seen
+    edge = ~whole & (start < end)
 
-    @pl.when(start + tiles.block_kv <= seen)
+    @pl.when(whole)
     def _():
-        for sub in range(0, tiles.block_kv, tiles.block_k):
-            step(0, tiles.rows, sub, None)
+        meet(plan.whole_blocks)
 
     @pl.when((start + tiles.block_kv > length) & (start < end))
     def _():
@@ -295,9 +343,18 @@ def _kernel(
         row = jax.lax.broadcasted_iota(jnp.int32, v.shape, 0)
         v_ref[...] = jnp.where(row < length - start, wide, 0).astype(v.dtype)
 
-    @pl.when((start + tiles.block_kv > seen) & (start < end))
+    if plan.diagonal_blocks:
+        # The first query's own key comes first: where the mask cuts is known.
+        aligned = (first == start) & (start + min(tiles.block_q, tiles.block_kv) <= length)
+
+        @pl.when(edge & aligned)
+        def _():
+            meet(plan.diagonal_blocks)
+
+        edge &= ~aligned
+
+    @pl.when(edge)
     def _():
-        first = offset + i * tiles.block_q
         for begin in range(0, tiles.rows, plan.edge_rows):
             # Row r holds token r % block_q, and sees the keys below its limit.
             row = begin + jax.lax.broadcasted_iota(jnp.int32, (plan.edge_rows, _LANES), 0)
@@ -307,7 +364,8 @@ def _kernel(
 
                 @pl.when(start + sub < jnp.minimum(first + last, end))
                 def _(begin=begin, limit=limit, sub=sub):
-                    step(begin, plan.edge_rows, sub, limit - (start + sub))
+                    block = _Block(begin, plan.edge_rows, sub, tiles.block_k)
+                    meet([block], limit - (start + sub))
 
     @pl.when(j == steps - 1)
     def _():
@@ -320,34 +378,74 @@ def _kernel(
             out_refs[0][...] = acc / jnp.where(total == 0, jnp.float32(1), total)
 
 
-def _softmax_step(
-    factors_ref, q_ref, k_ref, v_ref, m_ref, l_ref, acc_ref, plan, begin, count, sub, limit
-):
-    """`count` rows from `begin` meet block_k of the loaded keys from `sub`; `limit` None where
-    every row sees them all, else how many each row sees [count, 128]."""
-    formats, block_k = plan.formats, plan.tiles.block_k
-    rows, keys = pl.ds(begin, count), pl.ds(sub, block_k)
-    factor, shift = factors_ref[1], factors_ref[2]
+class _Refs(NamedTuple):
+    """The kernel's arrays: factors [3], q [rows, H], k, v [block_kv, ...], the softmax's state."""
 
-    s = _dot(q_ref[rows, :], k_ref[keys, :], _NT, formats.dot)
-    if not formats.scores.is_exact:
-        s = kernel_rounding.round_to(s * factors_ref[0], formats.scores)
+    factors: Any
+    q: Any
+    k: Any
+    v: Any
+    m: Any
+    l: Any  # noqa: E741 - the papers' name
+    acc: Any
+
+
+def _meet(
+    refs: _Refs, plan: _Plan, blocks: Sequence[_Block], limit: jax.Array | None = None
+) -> None:
+    """Softmax steps, one after the other. The scores of each are asked for before the step ahead of
+    it is taken: the matrix units then have work while the vector units exponentiate."""
+    scores = _scores(refs, plan, blocks[0])
+    for n, block in enumerate(blocks):
+        following = _scores(refs, plan, blocks[n + 1]) if n + 1 < len(blocks) else None
+        _softmax_step(refs, plan, block, _masked(scores, block, limit))
+        scores = following
+
+
+def _scores(refs: _Refs, plan: _Plan, block: _Block) -> jax.Array:
+    """[count, width] of the block, before masking."""
+    rows, keys = pl.ds(block.begin, block.count), pl.ds(block.sub, block.width)
+    s = _dot(refs.q[rows, :], refs.k[keys, :], _NT, plan.formats.dot)
+    if not plan.formats.scores.is_exact:
+        s = kernel_rounding.round_to(s * refs.factors[0], plan.formats.scores)
+    return s
+
+
+def _masked(s: jax.Array, block: _Block, limit: jax.Array | None) -> jax.Array:
+    """Scores, -inf where a row does not see the key: from `limit` [count, 128] on, or above the
+    diagonal of the last `count` keys."""
     if limit is not None:
-        key = jax.lax.broadcasted_iota(jnp.int32, (1, block_k), 1)
-        s = jnp.where(key < _widen(limit, block_k), s, -jnp.inf)
+        key = jax.lax.broadcasted_iota(jnp.int32, (1, block.width), 1)
+        return jnp.where(key < _widen(limit, block.width), s, -jnp.inf)
+    if not block.diagonal:
+        return s
+    seen = block.width - block.count
+    row, key = (
+        jax.lax.broadcasted_iota(jnp.int32, (block.count, block.count), axis) for axis in (0, 1)
+    )
+    corner = jnp.where(key <= row, s[:, seen:], -jnp.inf)
+    return jnp.concatenate([s[:, :seen], corner], axis=1) if seen else corner
+
+
+def _softmax_step(refs: _Refs, plan: _Plan, block: _Block, s: jax.Array) -> None:
+    """The block's rows meet its keys, whose scores are s."""
+    formats, width = plan.formats, block.width
+    rows, keys = pl.ds(block.begin, block.count), pl.ds(block.sub, width)
+    m_ref, l_ref, acc_ref = refs.m, refs.l, refs.acc
+    factor, shift = refs.factors[1], refs.factors[2]
 
     m = m_ref[rows, :]
     m_new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True) - shift)
     if formats.rescale_threshold > 0:
         risen = (m_new - m) * factor > jnp.float32(formats.rescale_threshold)
         m_new = jnp.where(risen, m_new, m)
-    p = jnp.exp2((s - _widen(m_new, block_k)) * factor)
+    p = jnp.exp2((s - _widen(m_new, width)) * factor)
     alpha = jnp.exp2((m - m_new) * factor)
 
-    v = v_ref[keys, :]
+    v = refs.v[keys, :]
     pv, rounded = _weighted_values(p, v, plan)
     summed = rounded if formats.row_sum == "rounded" else p
-    parts = [summed[:, c : c + plan.lanes] for c in range(0, block_k, plan.lanes)]
+    parts = [summed[:, c : c + plan.lanes] for c in range(0, width, plan.lanes)]
     l_ref[rows, :] = l_ref[rows, :] * _widen(alpha, plan.lanes) + sum(parts[1:], parts[0])
     acc_ref[rows, :] = acc_ref[rows, :] * _widen(alpha, acc_ref.shape[1]) + pv
     m_ref[rows, :] = m_new
@@ -357,15 +455,24 @@ def _weighted_values(p: jax.Array, v: jax.Array, plan: _Plan) -> tuple[jax.Array
     """(round(p) . v, round(p)) for p on the scaled grid."""
     formats = plan.formats
     fmt = formats.p
-    top = fmt.scale * 2.0**formats.rescale_threshold
-    in_range = fmt.dtype != "float8_e4m3fn" or top <= 448
     cast_only = fmt.dtype == "bfloat16" and formats.row_sum == "unrounded"
     if cast_only and v.dtype != jnp.float32:
         return _dot(p.astype(jnp.bfloat16), v, _NN, formats.dot), p
-    rounded = kernel_rounding.round_on_grid(p, fmt, in_range=in_range)
+    most = fmt.scale * 2.0**formats.rescale_threshold
+    if plan.tiles.fp8_cast:
+        # The cast does not saturate.
+        narrow = jnp.minimum(p, jnp.float32(448)) if most > 448 else p
+        narrow = narrow.astype(jnp.float8_e4m3fn)
+        rounded = narrow.astype(jnp.float32) if formats.row_sum == "rounded" else p
+    else:
+        rounded = kernel_rounding.round_probabilities(p, fmt, most)
+        narrow = rounded
     if plan.tiles.fp8_dot:
-        p8 = rounded.astype(jnp.float8_e4m3fn)
-        return _dot(p8, v.astype(jnp.float8_e4m3fn), _NN, formats.dot), rounded
+        narrow = narrow.astype(jnp.float8_e4m3fn)
+        return _dot(narrow, v.astype(jnp.float8_e4m3fn), _NN, formats.dot), rounded
+    if plan.tiles.fp8_cast:
+        wide = jnp.float32 if v.dtype == jnp.float32 else jnp.bfloat16
+        return _dot(narrow.astype(wide), v, _NN, formats.dot), rounded
     if v.dtype == jnp.float32:
         return _dot(rounded, v, _NN, formats.dot), rounded
     if kernel_rounding.fits_bfloat16(fmt):

@@ -14,6 +14,7 @@ _PREFILL_ROWS = 1024
 _SCORES = 512 * 1024  # most float32 scores of one softmax step (2 MiB)
 _MOST_KEYS = 512  # keys of one softmax step, where the formats leave the choice
 _LOADED_KEYS = 1024  # keys of one grid step
+_FP8_CAST = ("TPU7", "TPU7x")  # device kinds that convert float32 to e4m3 by themselves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Tiles:
     - splits: parts of the keys with a softmax of their own, merged by their log-sum-exp.
     - fp8_dot: multiply e4m3 P with an e4m3 cache as float8 instead of bfloat16: quicker where the
       chip has float8 units, with their accumulator.
+    - fp8_cast: round e4m3 P by the chip's own conversion, the same bits: quicker where it has one
+      (TPU7x), much slower where the compiler has to spell it out.
     """
 
     heads: int
@@ -35,6 +38,7 @@ class Tiles:
     block_kv: int
     splits: int = 1
     fp8_dot: bool = False
+    fp8_cast: bool = False
 
     def __post_init__(self) -> None:
         for name in ("heads", "block_q", "block_k", "block_kv", "splits"):
@@ -72,6 +76,15 @@ def choose(q: jax.Array, k: jax.Array, formats: AttentionFormats) -> Tiles:
     block_q = min(block_q, last_power(rows))
     per_step = max(d for d in range(1, share + 1) if share % d == 0 and d * block_q <= rows)
     return Tiles(per_step, block_q, block_k, block_kv)
+
+
+def choose_tpu(
+    q: jax.Array, k: jax.Array, formats: AttentionFormats, device_kind: str | None = None
+) -> Tiles:
+    """`choose` for the TPU of this process, or one of that kind: the same bits, more quickly."""
+    kind = jax.devices()[0].device_kind if device_kind is None else device_kind
+    casts = formats.p.dtype == "float8_e4m3fn" and kind in _FP8_CAST
+    return dataclasses.replace(choose(q, k, formats), fp8_cast=casts)
 
 
 def choose_gpu(q: jax.Array, k: jax.Array, formats: AttentionFormats) -> Tiles:

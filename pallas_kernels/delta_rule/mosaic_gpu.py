@@ -44,8 +44,8 @@ def chunked(
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, T, Hv, V] and final state [B, Hv, K, V], float32; as the public `chunked`.
 
-    NotImplementedError for a rounded format that only chunks have, for dot="default", for V other
-    than 128, K not a multiple of 8, and float64.
+    NotImplementedError for a rounded format that only chunks have, for dot="default", for V above
+    128, K not a multiple of 8, and float64.
     """
     for name in DeltaRuleFormats.__dataclass_fields__:
         fmt = getattr(formats, name)
@@ -91,8 +91,10 @@ def _call(q, k, v, g, beta, state, lengths, scale, formats, every_step, interpre
                 f"mosaic_gpu delta rule: dtype {x.dtype}; it computes in float32 and takes"
                 f" {_DTYPES}; use 'reference' for float64."
             )
-    if value_dim != WIDTH:
-        raise NotImplementedError(f"mosaic_gpu delta rule: V={value_dim}; it takes {WIDTH}.")
+    if value_dim > WIDTH:
+        raise NotImplementedError(
+            f"mosaic_gpu delta rule: V={value_dim}; it takes up to {WIDTH}, a thread for each."
+        )
     if key_dim % UNROLL:
         raise NotImplementedError(
             f"mosaic_gpu delta rule: K={key_dim}; it takes multiples of {UNROLL}."
@@ -102,6 +104,9 @@ def _call(q, k, v, g, beta, state, lengths, scale, formats, every_step, interpre
     # Small beside the state: rounded and raised to exp here, where XLA has every format.
     decay = round_to(jnp.exp(round_to(g, formats.g)), formats.exp_g)
     beta = round_to(beta, formats.beta)
+    # Threads without a value channel carry zeros: narrow heads take as long as wide ones.
+    idle = ((0, 0),) * 3 + ((0, WIDTH - value_dim),)
+    v, state = jnp.pad(v, idle), jnp.pad(state.astype(jnp.float32), idle)
     options = {} if interpret is None else {"interpret": interpret}
     body = functools.partial(
         _kernel,
@@ -109,7 +114,7 @@ def _call(q, k, v, g, beta, state, lengths, scale, formats, every_step, interpre
         scale=scale,
         stored=formats.state if every_step else Format(),
     )
-    return plgpu.kernel(
+    o, state = plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct(v.shape, jnp.float32),
@@ -117,10 +122,11 @@ def _call(q, k, v, g, beta, state, lengths, scale, formats, every_step, interpre
         ),
         grid=(batch, value_heads),
         grid_names=("batch", "head"),
-        scratch_types=[plgpu.SMEM((key_dim, value_dim), jnp.float32), plgpu.Barrier()],
+        scratch_types=[plgpu.SMEM((key_dim, WIDTH), jnp.float32), plgpu.Barrier()],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         **options,
-    )(lengths, q, k, v, decay, beta, state.astype(jnp.float32))
+    )(lengths, q, k, v, decay, beta, state)
+    return o[..., :value_dim], state[..., :value_dim]
 
 
 def _kernel(

@@ -54,15 +54,12 @@ def compile_for(gpu: str, function: Any, *avals: Any) -> Any:
 def kernels() -> Iterator[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...]]]:
     """(name, GPUs it is for, function, argument shapes) of every kernel to compile."""
     for name, spec in DELTA_RULE.items():
-        if spec.value_dim == delta_rule_gpu.WIDTH:
-            run = functools.partial(
-                getattr(delta_rule_gpu, spec.op), lengths=None, scale=spec.key_dim**-0.5,
-                formats=DeltaRuleFormats(),
-            )  # fmt: skip
-            yield name, tuple(GPUS), run, tuple(spec.arguments().values())
+        run = functools.partial(
+            getattr(delta_rule_gpu, spec.op), lengths=None, scale=spec.key_dim**-0.5,
+            formats=DeltaRuleFormats(),
+        )  # fmt: skip
+        yield name, tuple(GPUS), run, tuple(spec.arguments().values())
     for name, spec in ATTENTION.items():
-        if name.startswith("public") or spec.stored != "bfloat16":
-            continue  # widths that models have too; a cache is cast before the same kernel
         for label, p in (("bf16", BF16), ("fp8*448", E4M3_448), ("f32", F32)):
             formats = AttentionFormats(q=BF16, p=p, block_k=64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 from pallas_kernels import arg_specs, attention, delta_rule
 from pallas_kernels.attention import AttentionFormats
 from pallas_kernels.attention import mosaic_tpu as attention_tpu
+from pallas_kernels.attention.tiles import choose_tpu
 from pallas_kernels.delta_rule import DeltaRuleFormats
 from pallas_kernels.delta_rule import mosaic_tpu as delta_rule_tpu
 from pallas_kernels.formats import BF16, E4M3_448, F32
@@ -25,6 +27,7 @@ class Compilable(NamedTuple):
     tiles: dict[str, Any]
     function: Callable[..., Any]
     avals: tuple[Any, ...]
+    heads_first: tuple[int, ...] = ()  # as in `topology.compile_for`
 
 
 def compilables(op: str) -> Iterator[Compilable]:
@@ -50,7 +53,28 @@ def _attention() -> Iterator[Compilable]:
                 implementation="mosaic_tpu_interpret",
             )["tiles"]  # fmt: skip
             avals = tuple(arguments.values())
-            yield Compilable(f"{name} {label}", f"attention.{spec.op}", tiles, call, avals)
+            case = Compilable(f"{name} {label}", f"attention.{spec.op}", tiles, call, avals)
+            yield case
+            if case.name == "qwen3.8-27b_decode p=bf16":
+                yield case._replace(name="qwen3.8-27b_decode heads first", heads_first=(1, 2))
+    yield from _fp8_cast()
+
+
+def _fp8_cast() -> Iterator[Compilable]:
+    """e4m3 P by the chip's own conversion, which is TPU7x's alone and spelled out elsewhere."""
+    formats = AttentionFormats(q=BF16, p=E4M3_448)
+    arguments = arg_specs.ATTENTION["public_d128_prefill"].arguments()
+    q, k = arguments["q"], arguments["k"]
+    tiles = choose_tpu(q, k, formats, "TPU7x")
+
+    def call(q, k, v, q_offset, kv_length):
+        return attention_tpu.attention(
+            q, k, v, q_offset=q_offset, kv_length=kv_length, formats=formats, tiles=tiles
+        )
+
+    avals = tuple(arguments.values())
+    fields = dataclasses.asdict(tiles)
+    yield Compilable("public_d128_prefill fp8 cast", "attention.prefill", fields, call, avals)
 
 
 def _delta_rule() -> Iterator[Compilable]:

@@ -18,12 +18,20 @@ def quiet() -> None:
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
 
 
-def compile_for(chip: str, function: Callable[..., Any], *avals: Any) -> Any:
-    """The compiled `function` for one core of `chip`; raises what a TPU would raise."""
+def compile_for(
+    chip: str, function: Callable[..., Any], *avals: Any, heads_first: tuple[int, ...] = ()
+) -> Any:
+    """The compiled `function` for one core of `chip`; raises what a TPU would raise.
+
+    Arguments number `heads_first`, caches [B, S, G, H], lie in memory as [B, G, S, H].
+    """
     import jax
     from jax.experimental import topologies
+    from jax.experimental.layout import Format, Layout
     from jax.sharding import SingleDeviceSharding
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip])
     here = SingleDeviceSharding(topology.devices[0])
-    return jax.jit(function, in_shardings=here, out_shardings=here).lower(*avals).compile()
+    turned = Format(Layout((0, 2, 1, 3)), here)
+    places = tuple(turned if n in heads_first else here for n in range(len(avals)))
+    return jax.jit(function, in_shardings=places, out_shardings=here).lower(*avals).compile()

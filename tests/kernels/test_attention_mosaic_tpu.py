@@ -14,7 +14,7 @@ from attention_tpu import interpreted, run
 
 from pallas_kernels import attention
 from pallas_kernels.attention import AttentionFormats, Tiles
-from pallas_kernels.attention.tiles import choose
+from pallas_kernels.attention.tiles import choose, choose_tpu
 from pallas_kernels.formats import BF16, E4M3, E4M3_256, E4M3_448, F16, F32, Format
 
 # Every shape and format is a program of its own to compile: the telling ones, not all of them.
@@ -130,6 +130,40 @@ def test_fp8_dot_multiplies_what_is_rounded_anyway():
     np.testing.assert_allclose(fp8, run(case, tiles=tiles), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("row_sum", ["unrounded", "rounded"])
+def test_fp8_cast_has_the_bits_of_the_arithmetic(row_sum):
+    """The chip's own conversion, saturating by hand: P reaches 4096 where the rescale is lazy."""
+    formats = AttentionFormats(
+        v=BF16, p=E4M3_256, row_sum=row_sum, rescale_threshold=4.0, block_k=128
+    )
+    case = make(65, B=1, T=4, S=300, sigma=2.0)._replace(formats=formats)
+    tiles = choose(case.q, case.k, formats)
+    cast = run(case, tiles=dataclasses.replace(tiles, fp8_cast=True))
+    np.testing.assert_array_equal(cast, run(case, tiles=tiles))
+
+
+def test_tiles_of_a_chip():
+    """Only TPU7x converts to e4m3 by itself, and only e4m3 is converted."""
+    q = jax.ShapeDtypeStruct((1, 512, 4, 128), jnp.bfloat16)
+    for kind, p, casts in (
+        ("TPU7x", E4M3_448, True), ("TPU7x", BF16, False), ("TPU v6 lite", E4M3_448, False),
+    ):  # fmt: skip
+        formats = AttentionFormats(p=p)
+        expected = dataclasses.replace(choose(q, q, formats), fp8_cast=casts)
+        assert choose_tpu(q, q, formats, kind) == expected
+
+
+@pytest.mark.parametrize("tokens, prefix", [(512, 0), (300, 512)])
+def test_diagonal_of_long_blocks(tokens, prefix):
+    """A block whose first query is its first key's own: 256 rows at a time, as many keys as they
+    see, the mask in the last corner alone; and one that ends inside, which is masked by position.
+    """
+    case = make(66, B=1, T=tokens, S=tokens + prefix, N=1, G=1, H=8, Hv=8, sigma=2.0)
+    case = case._replace(formats=AttentionFormats(p=E4M3_448, block_k=512))
+    error = row_errors(run(case), tiled(case))
+    assert np.quantile(error, 0.8) <= 2e-6 and error.max() < 1e-2
+
+
 def test_layer_of_a_stack():
     case = make(56, T=3, S=70)
     k, v = (np.stack([np.full_like(x, np.nan), x]) for x in (case.k, case.v))
@@ -172,6 +206,8 @@ def test_refused_tiles_are_named():
         run(case, tiles=dataclasses.replace(tiles, block_k=128, block_kv=128))
     with pytest.raises(NotImplementedError, match="fp8_dot with formats.p=bf16"):
         run(case, tiles=dataclasses.replace(tiles, fp8_dot=True))
+    with pytest.raises(NotImplementedError, match="fp8_cast with formats.p=bf16"):
+        run(case, tiles=dataclasses.replace(tiles, fp8_cast=True))
     with pytest.raises(ValueError, match="block_kv=100 must be a multiple of block_k=64"):
         Tiles(1, 8, 64, 100)
     with pytest.raises(ValueError, match="block_q=6 must be a power of two"):

@@ -34,13 +34,33 @@ def test_rounds_as_the_format_says(fmt):
     np.testing.assert_array_equal(np.asarray(ours), np.asarray(expected))
 
 
-@pytest.mark.parametrize("fmt", (BF16, F16, E4M3), ids=str)
-def test_in_range_spares_a_check_but_no_bit(fmt):
-    x = np.concatenate([np.arange(0, 2, 2.0**-14), [1e-9, 440.0]]).astype(np.float32)
-    spared = jax.jit(
-        lambda x: kernel_rounding.round_on_grid(x, fmt, in_range=True),
-    )(x)
-    np.testing.assert_array_equal(np.asarray(spared), np.asarray(formats.round_to(x, fmt)))
+@pytest.mark.parametrize("fmt", (BF16, F16, E4M3, E4M3_448, Format(mantissa_bits=4)), ids=str)
+def test_probabilities_spare_operations_but_no_bit(fmt):
+    """Every low bit around powers of two and halfway cases, the uniform grid at the bottom, and
+    all float32 of one power of two, where an error of the last bits would hide."""
+    most = 2.0 if fmt.dtype == "float16" else fmt.scale
+    grid = _values()
+    near = [grid.view(np.int32) + np.int32(i) for i in range(-3, 4)]
+    dense = np.arange(2**23, dtype=np.int32) + np.float32(1).view(np.int32)
+    x = np.concatenate([*near, dense]).view(np.float32)
+    x = np.append(x[(x >= 0) & (x <= most)], np.float32([0, most]))
+
+    def both(x):
+        return kernel_rounding.round_probabilities(x, fmt, most), kernel_rounding.round_on_grid(
+            x, fmt
+        )
+
+    ours, expected = jax.jit(both)(x)
+    np.testing.assert_array_equal(np.asarray(ours), np.asarray(expected))
+
+
+def test_probabilities_beyond_the_format():
+    """float8 saturates, as P with a maximum that was not raised does; float16 would be infinite."""
+    x = np.float32([300, 448, 449, 7168])
+    clipped = kernel_rounding.round_probabilities(jnp.asarray(x), E4M3_448, 7168.0)
+    np.testing.assert_array_equal(np.asarray(clipped), np.float32([288, 448, 448, 448]))
+    with pytest.raises(ValueError, match="most=70000.0 is beyond float16's 65504"):
+        kernel_rounding.round_probabilities(jnp.asarray(x), F16, 70000.0)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
