@@ -78,6 +78,19 @@ def test_the_shown_commands_without_a_model_run(tmp_path, monkeypatch, capsys):
     assert run(report, f"--verdict={folder}", "--output_dir=page") == 0
 
 
+def test_the_band_of_the_page_is_made_and_judges(tmp_path, monkeypatch, capsys):
+    (tmp_path / "kernjax").symlink_to(ROOT / "kernjax")
+    monkeypatch.chdir(tmp_path)
+    (make, *flags), (check, *argv) = commands(ROOT / "docs" / "calibrate.md")[:2]
+    assert run(importlib.import_module(make), *flags) == 0
+    made = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert made["producers"] == 4 and made["band"] == "out/four.band.json"
+    assert run(importlib.import_module(check), *argv) in (0, 2)  # a normal one is never red
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert line["band"]["producers"] == ["bf16", "chunk32", "block256", "p_f32"]
+    assert line["changes"] == [["delta_rule.chunk", "64", "128"]]
+
+
 # What stands for something else on the pages, and what a test has in its place.
 PLACEHOLDERS = {
     "--model=DIR": "--model=demo",
@@ -87,6 +100,7 @@ PLACEHOLDERS = {
     "--reference=refs/f32": "--reference={demo}/demo.f32.zip",
     "--band=out/band.json": "--band={demo}/demo.band.json",
     "--band=refs/band.json": "--band={demo}/demo.band.json",
+    "--band=out/four.band.json": "--band={demo}/demo.band.json",
 }
 DEMO = ROOT / "kernjax" / "demo" / "recordings"
 
@@ -169,6 +183,25 @@ def test_the_twenty_lines_of_the_page_are_attention(monkeypatch):
         weights = np.exp(keys @ q[b, t, n] / np.sqrt(8))
         expected[b, t, n] = weights @ v[b, : last + 1, n // 2] * 0.5 / weights.sum()
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+EXAMPLES = ROOT / "docs" / "examples"
+
+
+@pytest.mark.parametrize("colour, code", [("red", 1), ("green", 0)])
+def test_the_examples_are_as_reports_are_drawn_now(tmp_path, colour, code):
+    """Where this fails: bash docs/examples/make.sh draw."""
+    folder = EXAMPLES / colour
+    flags = [f"--verdict={folder}", f"--output_dir={tmp_path}"]
+    flags += [f"--locate={folder}"] if colour == "red" else []
+    assert run(importlib.import_module("kernjax.report"), *flags) == 0
+    for name in ("report.html", "report.md", "junit.xml", "verdict.json", "figures.json"):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name
+    line = json.loads((folder / "verdict.json").read_text(encoding="utf-8"))
+    assert line["exit_code"] == code and line["reference"]["path"].startswith("kernjax/")
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    for question in ("What changed", "How sure", "Where", "What next"):
+        assert f"<dt>{question}</dt>" in page
 
 
 def anchors(page: Path) -> set[str]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 
 import pytest
 from report_cases import amber, corpus, green, hostile, red
 from test_reporting_page import LOCATE
 
-from kernjax.judge import Outcome, calibrate, judge
+from kernjax.judge import Finding, Outcome, calibrate, judge
 from kernjax.judge.simulate import Effect
 from kernjax.reporting import load_verdict, render_markdown, render_text, verdict_line, write_files
-from kernjax.reporting.summary import GATES, HEADLINES, changed, in_short
+from kernjax.reporting.summary import GATES, HEADLINES, changed, first_step, in_short
 
 
 def manifest(**changes) -> dict:
@@ -50,7 +51,7 @@ def band():
 
 
 def judged(candidate_manifest: dict, incumbent: dict | None = None):
-    bad, main = corpus().producer(Effect("bad", ratio=2.0)), corpus().producer(name="main")
+    bad, main = corpus().producer(Effect("bad", ratio=4.0)), corpus().producer(name="main")
     return judge(
         dataclasses.replace(bad, candidate_manifest=candidate_manifest),
         band(),
@@ -152,11 +153,25 @@ def test_a_pass_names_its_bounds_and_its_depth():
 def test_where_names_growth_places_and_the_layer():
     grows = judge(corpus().producer(Effect("grows", per_doubling=1.6)), band())
     assert "It grows with the context" in dict(in_short(grows))["Where"]
+    even = dict(in_short(judge(corpus().producer(Effect(ratio=3.0)), band())))["Where"]
+    assert re.search(r"no more than normal with the context \(.*\) nor over the decode steps", even)
     edges = judge(corpus().producer(Effect("edges", edges=9.0)), band())
     assert "ust after edges" in dict(in_short(edges))["Where"]
-    broken = dict(in_short(red(), LOCATE))["Where"]
-    assert "alues that are not finite" in broken
-    assert f"By layer: {LOCATE['sentence']}." in broken
+    broken = dict(in_short(red(), LOCATE))
+    assert "alues that are not finite" in broken["Where"]
+    assert f"By layer: {LOCATE['sentence']}." in broken["Where"]
+    assert broken["What next"].startswith("Mend what carries it, and check again.")
+
+
+def test_what_was_located_is_not_to_be_located_again():
+    locate = Finding("fail", "far", "Find it.", "python -m kernjax.locate --policy=fp8")
+    near = Finding("inconclusive", "near", "Record more.")
+    last = Finding("note", "main?", "Record it.", "python -m kernjax.check --incumbent=RECORDING")
+    verdict = dataclasses.replace(red(), findings=(locate, near, last))
+    assert first_step(verdict) is locate and first_step(verdict, located=True) is last
+    assert dict(in_short(verdict))["What next"] == "Find it."
+    answer = dict(in_short(verdict, LOCATE))["What next"]
+    assert answer == "Mend what carries it, and check again. Record it."
 
 
 def test_every_gate_is_explained():

@@ -181,19 +181,20 @@ def _tell_cdf(data: Mapping[str, Any]) -> str:
 def _tell_twin(data: Mapping[str, Any]) -> str:
     if not data["twin"]:
         return ""
-    local = data.get("first_layer") or {}
+    local = data.get("first_layer")
+    kinds = data["kinds"] if local else []
     rows = [
         [
             entry["format"],
-            *(nats(local.get("error", {}).get(entry["format"], {}).get(k)) for k in data["kinds"]),
+            *(nats(local["error"].get(entry["format"], {}).get(kind)) for kind in kinds),
             nats(entry["logits_rms"]),
             nats(entry["kl_mean"]),
         ]
         for entry in data["twin"]
     ]
-    where = f"layer {local['layer']}" if local else "first attention layer"
-    header = ["P", *(f"{where}, {kind}" for kind in data["kinds"]), "logits rms", "KL mean"]
-    caption = "Against the same policy with P in float32; the layer's error is relative:"
+    header = ["P", *(f"layer {local['layer']}, {kind}" for kind in kinds), "logits rms", "KL mean"]
+    also = "; the layer's error is relative" if local else ""
+    caption = f"Against the same policy with P in float32{also}:"
     return f"{caption}\n\n{table(header, rows)}"
 
 

@@ -91,7 +91,7 @@ def _values(verdict: Verdict, extras: Extras) -> dict[str, Any]:
     if extras.sweep:
         causes.append((charts.knee(extras.sweep), extras.sweep["sentence"]))
     command = str(extras.line.get("command") or "")
-    first = first_step(verdict)
+    first = first_step(verdict, located=extras.locate is not None)
     step = first.command if first else ""
     return {
         "verdict": verdict,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kernjax.judge.case import SEVERITIES, Finding
 from kernjax.judge.changes import BUILT_IN
 from kernjax.judge.gates import Gate, Outcome
 from kernjax.judge.verdict import Verdict
-from kernjax.reporting.layout import number, ratio
+from kernjax.reporting.layout import interval, number, ratio
 
 HEADLINES = {
     Outcome.FAIL: "Do not merge: further from the ground truth than equally right "
@@ -34,6 +34,10 @@ GATES = {
 """What each gate looks at, for the table of gates."""
 
 _SHOWN = 4
+_GROWTH = (
+    ("growth_context", "with the context", "per doubling"),
+    ("growth_decode", "over the decode steps", "late over early"),
+)
 _ELSEWHERE = {
     "nonfinite": "values that are not finite",
     "flips": "more first choices change than normally do",
@@ -53,7 +57,7 @@ def in_short(verdict: Verdict, locate: Mapping[str, Any] | None = None) -> list[
         ("What changed", changed(verdict)),
         ("How sure", _sure(verdict)),
         ("Where", " ".join(_where(verdict, locate))),
-        ("What next", _next(verdict)),
+        ("What next", _next(verdict, located=locate is not None)),
     ]
     return [(question, answer) for question, answer in rows if answer]
 
@@ -120,8 +124,7 @@ def _where(verdict: Verdict, locate: Mapping[str, Any] | None) -> Iterator[str]:
         if places:
             text = "; ".join(places)
             yield text[0].upper() + text[1:] + "."
-    for name, over in (("growth_context", "the context"), ("growth_decode", "the decode steps")):
-        yield from _growth([gate for gate in verdict.gates if gate.name == name], over)
+    yield from _growth(verdict)
     if locate:
         yield f"By layer: {str(locate['sentence']).rstrip('.')}."
 
@@ -150,31 +153,44 @@ def _elsewhere(verdict: Verdict) -> Iterator[str]:
         yield "in prefill of the same tokens too"
 
 
-def _growth(rows: Sequence[Gate], over: str) -> Iterator[str]:
-    known = [gate for gate in rows if gate.high is not None]
-    if not known:
-        return
-    worst = max(known, key=lambda gate: gate.observed or 0.0)
-    bounds = f"{ratio(worst.observed)} [{ratio(worst.low)}, {ratio(worst.high)}]"
-    unit = "per doubling" if worst.name == "growth_context" else "late over early"
-    if any(gate.outcome is Outcome.FAIL for gate in known):
-        yield f"It grows with {over} ({bounds} {unit})."
-    elif all(gate.outcome is Outcome.PASS for gate in known):
-        yield f"It grows no more than normal with {over} ({bounds} {unit})."
-    else:
-        yield f"Whether it grows with {over} is not decided ({bounds} {unit})."
+def _growth(verdict: Verdict) -> Iterator[str]:
+    """Whether the ratio grows with the context and over the decode steps, the worst kind's."""
+    parts: dict[str, list[str]] = {}
+    for name, over, unit in _GROWTH:
+        rows = [gate for gate in verdict.gates if gate.name == name and gate.high is not None]
+        if not rows:
+            continue
+        worst = max(rows, key=lambda gate: gate.observed or 0.0)
+        bounds = interval(worst.observed, worst.low, worst.high)
+        outcomes = {gate.outcome for gate in rows}
+        grows = "It grows" if Outcome.FAIL in outcomes else "It grows no more than normal"
+        if outcomes - {Outcome.FAIL, Outcome.PASS} and Outcome.FAIL not in outcomes:
+            grows = "Not decided is whether it grows"
+        parts.setdefault(grows, []).append(f"{over} ({bounds} {unit})")
+    for grows, places in parts.items():
+        yield f"{grows} {(' nor ' if 'no more' in grows else ' and ').join(places)}."
 
 
-def first_step(verdict: Verdict) -> Finding | None:
-    """The first finding that says what to do; of a PASS only one that warns."""
+def first_step(verdict: Verdict, located: bool = False) -> Finding | None:
+    """The first finding that says what to do; of a PASS only one that warns.
+
+    `located`: what `kernjax.locate` finds of a FAIL is known already, so that the next command is
+    another finding's.
+    """
     wanted = ("warning",) if verdict.outcome is Outcome.PASS else SEVERITIES
     found = (f for f in verdict.findings if f.severity in wanted and (f.todo or f.command))
+    if located and verdict.outcome is Outcome.FAIL:
+        found = (f for f in found if f.command and "kernjax.locate" not in f.command)
     return next(found, None)
 
 
-def _next(verdict: Verdict) -> str:
-    first = first_step(verdict)
+def _next(verdict: Verdict, located: bool) -> str:
+    first = first_step(verdict, located)
+    todo = first.todo if first else ""
     if verdict.outcome is Outcome.PASS:
         merge = f"Merge, if contexts up to {verdict.up_to_context} are what you serve."
-        return f"{first.todo} Then: {merge[0].lower()}{merge[1:]}" if first else merge
-    return (first.todo if first else "") or "Read the findings."
+        return f"{todo} Then: {merge[0].lower()}{merge[1:]}" if todo else merge
+    if located and verdict.outcome is Outcome.FAIL:
+        other = f" {todo}" if todo else ""
+        return f"Mend what carries it, and check again.{other}"
+    return todo or "Read the findings."

@@ -64,7 +64,7 @@ class Scale:
             ticks = [tick for tick in ticks if self.low <= tick <= self.high]
             if len(ticks) >= 3:
                 break
-        if len(ticks) < 2:
+        if len(ticks) < 3:  # less than a factor of two: round steps say more
             return Scale(self.low, self.high)._linear_ticks()
         return ticks[:: -(-len(ticks) // 8)]
 
