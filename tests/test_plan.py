@@ -385,7 +385,7 @@ def test_verdict_and_table() -> None:
     lines = report.text(one).splitlines()
     assert lines[0].startswith("m on v5e:2x4 (8 chips), mesh tensor=8, context 131072, batch 1")
     assert lines[3].split() == [
-        "prefill", "of", "2048", "7.00", "2.00", "9.00", "3.0", "56%", "61", "s", "9.80", "ms",
+        "prefill", "of", "2048", "7.00", "2.00", "9.00", "3.0", "56%", "61", "9.80", "ms",
         "(bytes)",
     ]  # fmt: skip
     assert len({len(line) for line in lines[2:5]}) == 1
