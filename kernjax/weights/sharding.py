@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernjax.base.errors import UserError
@@ -185,8 +186,10 @@ def parse_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
             + (", of all hosts or of one." if of_all else "."),
             f"For example --mesh=tensor={len(devices)}.",
         )
-    types = (AxisType.Auto,) * len(MESH_AXES)
-    return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices)
+    # As jax.make_mesh does, but for axes that no product of a TPU slice's own axes makes, as 32 of
+    # 4 x 4 x 4 chips: those are split.
+    grid = create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def format_mesh(mesh: Mesh | AbstractMesh) -> str:

@@ -53,6 +53,10 @@ def main() -> int:
                 failures += _wrong(text, setup, result)
             elif result.needed is None or result.needed <= result.available:
                 failures.append(f"{text}: the refusal's numbers are not understood: {result}")
+    # 8 is no product of axes of 4: they are split.
+    mesh = parse_mesh("fsdp=8,tensor=8", devices_of(parse_topology("v5p:4x4x4")))
+    if len(set(mesh.devices.flat)) != 64:
+        failures.append(f"v5p:4x4x4: not every chip has its place in {mesh.shape}")
     try:
         devices_of(parse_topology("v5e:3x5"))
         failures.append("v5e:3x5 is no slice, and was taken")
