@@ -13,7 +13,7 @@ red; a small one may be proven below the floor of the corpus, which is printed, 
 (INCONCLUSIVE). A control (a difference that engines may have) and a normal producer must not be
 red.
 
---short runs one or two rows for every op, two controls and the bundled normal producers, on two
+--short runs one or two rows for every op, two controls and the bundled normal producers, on three
 segments of each kind and depth and without local sizes: minutes, for CI. The whole catalogue takes
 the better part of an hour on two cores.
 
@@ -82,7 +82,7 @@ def main(args: list[str]) -> int:
             band,
             parse_policy(band.production_policy),
             Path(_OUTPUT_DIR.value or scratch),
-            min(_FIRST_LOOK.value, 2) if _SHORT.value else _FIRST_LOOK.value,
+            min(_FIRST_LOOK.value, 3) if _SHORT.value else _FIRST_LOOK.value,
             _SHORT.value,
             lambda title: Meter(title, "tok"),
         )
