@@ -25,7 +25,9 @@ from kernjax.base.resources import model_directory
 from kernjax.pods import Pod, PodFlags
 
 FLAGS = command.Flags("convert", __doc__)
-_MODEL = FLAGS.string("model", None, "HF directory of the model, or `demo`.", required=True)
+_MODEL = FLAGS.string(
+    "model", None, "HF directory of the model (or gs://, hf://), or `demo`.", required=True
+)
 _OUT = FLAGS.string("out", None, "Directory to write.", required=True)
 _MESH = FLAGS.string("mesh", None, "Devices that hold it meanwhile, e.g. fsdp=8; default: one.")
 _OVERWRITE = FLAGS.boolean("overwrite", False, "Replace a conversion that is there already.")

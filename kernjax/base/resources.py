@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kernjax.base.remote import is_remote, stage
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -19,7 +21,10 @@ def demo_dir() -> Path:
 
 
 def model_directory(name: str) -> Path:
-    """The directory that `--model` names; `demo` is the bundled one."""
+    """The directory that `--model` names: `demo` is the bundled one, an address (`gs://`, `hf://`)
+    one whose bytes are fetched as they are read."""
+    if is_remote(name):
+        return stage(name)
     return demo_dir() if name == "demo" else Path(name)
 
 

@@ -12,7 +12,7 @@ from kernjax.base.flags import Flags, Holder
 
 def model(flags: Flags) -> Holder[Any]:
     """--model: a directory for `kernjax.base.resources.model_directory`."""
-    return flags.string("model", "demo", "HF directory of the model, or `demo`.")
+    return flags.string("model", "demo", "HF directory of the model (or gs://, hf://), or `demo`.")
 
 
 def corpus(flags: Flags) -> Holder[Any]:

@@ -110,7 +110,8 @@ class Joined(Pod):
     def announce(self, message: str, again: bool = False) -> None:
         """Tells the others that this process failed, whatever they are doing; the first one counts.
 
-        `again`: for the loss of a host, as `HostLost` means it. Returns when they have heard, or after some seconds: the coordinator must outlive that.
+        `again`: for the loss of a host, as `HostLost` means it. Returns when they have heard, or
+        after some seconds: the coordinator must outlive that.
         """
         self.announced = True
         try:

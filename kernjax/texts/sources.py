@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from kernjax.base.errors import UserError
 from kernjax.base.hashing import sha256_file
+from kernjax.base.remote import default_cache_dir as default_cache_dir
 
 _COLUMNS = ("kind", "repository", "revision", "path", "bytes", "sha256")
 # Project Gutenberg's own lines around a book; the licence after END names the marks once more.
@@ -86,14 +86,6 @@ def read_table(path: Path, address: str) -> list[Source]:
             Source(full, row["sha256"], key, row["kind"], row["repository"], int(row["bytes"]))
         )
     return sources
-
-
-def default_cache_dir() -> Path:
-    """Where fetched files lie: $KERNJAX_CACHE_DIR, or kernjax/ in the user's cache directory."""
-    if given := os.environ.get("KERNJAX_CACHE_DIR"):
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kernjax"
 
 
 class Mirror:

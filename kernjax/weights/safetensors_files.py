@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from kernjax.base.errors import UserError
+from kernjax.base.remote import fetch
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -66,6 +67,7 @@ class TensorEntry:
         """The tensor's bytes, mapped: uint8 [nbytes]; the disk is read when they are touched."""
         if not self.nbytes:
             return np.empty(0, np.uint8)
+        fetch(self.file, self.begin, self.end)
         return np.memmap(self.file, np.uint8, "r", offset=self.begin, shape=(self.nbytes,))
 
     def rows(self, start: int, stop: int) -> TensorEntry:
@@ -80,6 +82,7 @@ class TensorEntry:
 
     def load(self) -> np.ndarray:
         """The tensor, read into memory of its own; its dtype must be one of `READABLE`."""
+        fetch(self.file, self.begin, self.end)
         dtype = READABLE[self.dtype]
         count = self.nbytes // dtype.itemsize
         values = np.fromfile(self.file, dtype, count, offset=self.begin)
@@ -135,10 +138,12 @@ def read_header(path: Path) -> list[TensorEntry]:
     """The tensors of one safetensors file, in the order of their bytes; UserError if unsound."""
     try:
         size = path.stat().st_size
-        with open(path, "rb") as file:
+        fetch(path, 0, 8)
+        with open(path, "rb", buffering=0) as file:  # nothing is read before it is fetched
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):
                 raise _unsound(path, f"{size} bytes cannot hold its header", "a whole file")
+            fetch(path, 0, 8 + length)
             raw = file.read(length)
     except OSError as error:
         raise UserError(f"{path} could not be read: {error.strerror}.", "", _AGAIN) from None
