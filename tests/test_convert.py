@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from instrument import LAYERS, last_line, run
+from pod_processes import start_pod
 from quantised_checkpoints import MXFP4, write_quantised
 from tiny import write_checkpoint
 from tiny_checkpoints import TINY
@@ -64,6 +66,27 @@ def test_into_a_mesh(hf, converted):
     assert_same(ours, theirs)
     for (_, one), (_, other) in zip(leaves(ours), leaves(theirs), strict=True):
         assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_two_processes_write_one_checkpoint(hf, tmp_path):
+    """Each holds and writes its half; a mesh of one of them is refused, by both."""
+    words = [f"--model={hf}", f"--out={tmp_path / 'out'}"]
+    pod = start_pod("kernjax.convert", [*words, "--mesh=tensor=2"], 2)
+    assert [process.wait() for process in pod] == [0, 0], [process.text for process in pod]
+    assert pod[0].result == pod[1].result
+    assert pod[0].result["weights_sha256"] == weights_sha256(hf)
+    assert weights_sha256(tmp_path / "out") == weights_sha256(hf)
+    config = ModelConfig.from_directory(hf)
+    assert_same(load_params(tmp_path / "out", config), load_params(hf, config))
+    assert {path.name for path in (tmp_path / "out").glob("*.json")} >= {
+        "config.json", "tokenizer.json"
+    }  # fmt: skip
+
+    pod = start_pod("kernjax.convert", [f"--model={hf}", f"--out={tmp_path / 'none'}"], 2)
+    assert [process.wait() for process in pod] == [3, 3]
+    assert "Expected a mesh over the devices of all hosts" in pod[0].text
+    assert not (tmp_path / "none").exists()
 
 
 def test_values_that_bfloat16_rounds(tmp_path):
