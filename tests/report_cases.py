@@ -87,6 +87,8 @@ def hostile() -> Verdict:
         isolated_laws=tuple(dataclasses.replace(r, kind=text) for r in verdict.isolated_laws),
         incumbent=tuple(dataclasses.replace(r, kind=text) for r in verdict.incumbent),
         differences=((text, text, text),) * 3,
+        changed_from=text,
+        changes=((text, text, text),) * 9,
         parties=parties,
         detection_floor={text: 1.5},
         allowed={text: 1.5},

@@ -120,7 +120,7 @@ def test_the_page_says_it_all(make, drawn):
             }  # fmt: skip
     page = check_harmless(render_page(verdict, Extras(drawn, line, LOCATE, SWEEP)))
     words = page.words
-    assert words.index(str(verdict.outcome)) < words.index(verdict.reason)
+    assert words.index(str(verdict.outcome)) < words.index(verdict.reason[1:])
     for finding in verdict.findings:
         assert finding.text in words and finding.command in words
     for gate in verdict.gates:

@@ -90,9 +90,24 @@ def test_a_kernel_by_its_name_and_its_bytes():
 def test_other_versions_are_a_change_and_many_fields_are_counted():
     one = judged(manifest(versions={"jax": "9", "kernjax": "2"}, device="tpu"))
     assert set(one.changes) == {("versions.jax", "1", "9"), ("device", "cpu", "tpu")}
-    many = judged(manifest(fields={f"site{i}": "m7" for i in range(9)}))
+    sites = [f"site{i}" for i in range(9)]
+    many = judged(
+        manifest(fields=dict.fromkeys(sites, "m7")), manifest(fields=dict.fromkeys(sites, "f32"))
+    )
     assert "and 5 more fields" in changed(many)
     assert changed(judged(manifest())).startswith("Nothing that is recorded")
+
+
+def test_a_field_that_is_younger_than_the_band_is_no_change_unless_asked_for():
+    fields = {**manifest()["policy"]["fields"], "dequantise": "load"}
+    policy = {**manifest()["policy"], "fields": fields}
+    assert judged(manifest(policy=policy)).changes == ()
+    policy = {
+        **policy,
+        "fields": {**fields, "dequantise": "layer"},
+        "text": "bf16,dequantise=layer",
+    }
+    assert judged(manifest(policy=policy)).changes == (("dequantise", "None", "layer"),)
 
 
 def test_without_a_manifest_of_production_it_says_so():
@@ -130,7 +145,7 @@ def test_how_sure_has_the_numbers_of_the_gate():
     worst = min(levels, key=lambda g: g.p_value)
     text = dict(in_short(verdict))["How sure"]
     assert text.startswith(f"On {worst.kind} ") and f"{worst.observed:.2f} times" in text
-    assert f"at least {worst.low:.2f}" in text and f"{worst.allowed:.4g} is allowed" in text
+    assert f"at least {worst.low:.2f} times; {worst.allowed:.4g} times is allowed" in text
 
 
 def test_a_pass_names_its_bounds_and_its_depth():
@@ -144,7 +159,7 @@ def test_a_pass_names_its_bounds_and_its_depth():
     for kind in ("code", "prose"):
         highs = [g.high for g in verdict.gates
                  if g.name == "level" and g.kind == kind and g.context_len is None]  # fmt: skip
-        assert f"{max(highs):.2f} times on {kind}" in answers["How sure"]
+        assert f"{max(highs):.2f} times ({kind})" in answers["How sure"]
     assert answers["What next"] == (
         f"Merge, if contexts up to {verdict.up_to_context} are what you serve."
     )

@@ -13,7 +13,7 @@ from kernjax.judge.gates import Gate, Outcome
 from kernjax.judge.verdict import Verdict
 from kernjax.reporting.layout import interval, number, ratio, safe, shorten
 from kernjax.reporting.markdown import nats, table
-from kernjax.reporting.summary import HEADLINES, in_short
+from kernjax.reporting.summary import HEADLINES, in_short, reason
 
 _ROWS = 40
 _FINDINGS = 8
@@ -27,7 +27,7 @@ def render_markdown(verdict: Verdict) -> str:
     """The whole comment; ends in a newline."""
     parts = [
         f"## kernjax: {verdict.outcome}",
-        f"**{HEADLINES[verdict.outcome]}** {prose(verdict.reason)}",
+        f"**{HEADLINES[verdict.outcome]}** {prose(reason(verdict))}",
         "\n".join(f"- **{question}**: {prose(answer)}" for question, answer in in_short(verdict)),
         *_findings(verdict),
         _strata(verdict),

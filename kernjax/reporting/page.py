@@ -18,7 +18,7 @@ from kernjax.judge.verdict import Verdict
 from kernjax.reporting import charts
 from kernjax.reporting.layout import interval, number, ratio, safe, shorten
 from kernjax.reporting.markdown import nats
-from kernjax.reporting.summary import GATES, HEADLINES, first_step, in_short
+from kernjax.reporting.summary import GATES, HEADLINES, first_step, in_short, reason
 
 _TEMPLATE = "page.html"
 _TEXT = 3000
@@ -97,6 +97,7 @@ def _values(verdict: Verdict, extras: Extras) -> dict[str, Any]:
         "verdict": verdict,
         "outcome": str(verdict.outcome),
         "headline": HEADLINES[verdict.outcome],
+        "reason": reason(verdict),
         "short": in_short(verdict, extras.locate),
         "step": step,
         "locate": "" if extras.locate or _LOCATE in step else _locate_command(verdict, command),

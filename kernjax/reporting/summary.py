@@ -48,6 +48,11 @@ _ELSEWHERE = {
 }
 
 
+def reason(verdict: Verdict) -> str:
+    """The verdict's reason where it stands by itself, and not behind the verdict and a colon."""
+    return verdict.reason[:1].upper() + verdict.reason[1:]
+
+
 def in_short(verdict: Verdict, locate: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
     """(question, answer) of what changed, how sure, where and what next; plain text, not escaped.
 
@@ -99,22 +104,22 @@ def _sure(verdict: Verdict) -> str:
         highs: dict[str, float] = {}
         for gate in levels:
             highs[str(gate.kind)] = max(highs.get(str(gate.kind), 0.0), float(gate.high or 0.0))
-        shown = ", ".join(f"{ratio(high)} times on {kind}" for kind, high in highs.items())
+        shown = " and ".join(f"{ratio(high)} times ({kind})" for kind, high in highs.items())
         return (
-            f"With 95 % confidence its distance from the ground truth (KL) is at most {shown} that "
-            f"of an equally right implementation, up to context {verdict.up_to_context}."
+            f"With 95 % confidence it is at most {shown} as far from the ground truth (KL) as an "
+            f"equally right implementation, up to context {verdict.up_to_context}."
         )
     wanted = [gate for gate in levels if gate.outcome is verdict.outcome]
     if not wanted:
         return verdict.findings[0].text if verdict.findings else verdict.reason
     worst = min(wanted, key=lambda gate: 1.0 if gate.p_value is None else gate.p_value)
-    known = f"with 95 % confidence at least {ratio(worst.low)}"
+    known = f"at least {ratio(worst.low)} times"
     if verdict.outcome is not Outcome.FAIL:
-        known = f"with 95 % confidence {ratio(worst.low)} at least and {ratio(worst.high)} at most"
+        known = f"{ratio(worst.low)} times at least and {ratio(worst.high)} at most"
     return (
-        f"On {worst.kind} its distance from the ground truth (KL, {worst.mean} mean) is "
-        f"{ratio(worst.observed)} times that of an equally right implementation, {known}; "
-        f"{number(worst.allowed, 4)} is allowed."
+        f"On {worst.kind} it is {ratio(worst.observed)} times as far from the ground truth (KL, "
+        f"{worst.mean} mean) as an equally right implementation, with 95 % confidence {known}; "
+        f"{number(worst.allowed, 4)} times is allowed."
     )
 
 
