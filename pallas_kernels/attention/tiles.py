@@ -8,6 +8,7 @@ import math
 import jax
 
 from pallas_kernels.attention.formats import AttentionFormats
+from pallas_kernels.kernel_rounding import fits_bfloat16
 
 # Score rows of one grid step: more rows reuse K and V longer, fewer fit the vector memory.
 _PREFILL_ROWS = 1024
@@ -91,7 +92,9 @@ def choose_gpu(q: jax.Array, k: jax.Array, formats: AttentionFormats) -> Tiles:
     """`choose` for mosaic_gpu: 64 rows of one warpgroup, and as many keys as registers hold."""
     tokens, heads = q.shape[1:3]
     share = heads // k.shape[2]
-    block_k = 64 if q.shape[3] > 128 else 128
+    # P in several pieces takes registers that 128 scores of a row do not leave.
+    widest = 128 if fits_bfloat16(formats.p) else 64
+    block_k = 64 if q.shape[3] > widest else 128
     if not formats.is_tile_independent and formats.block_k in (64, 128):
         block_k = formats.block_k
     block_q = min(next_power(tokens), 64)
