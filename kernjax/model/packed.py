@@ -57,8 +57,10 @@ class Packed:
         """The values, in `dtype`. [...] only: parts are taken of codes and scales (`tree.map`)."""
         if key is not Ellipsis:
             raise TypeError(f"Packed[{key!r}]: take parts of codes and scales, then [...].")
-        codes = _e2m1(self.codes) if _codes_in(self.codes) == 2 else self.codes
-        scales = self.scales
+        # Or the compiler turns the conversion of a layer's slice into a slice of the converted
+        # stack, which it then makes once, before the loop over layers.
+        codes, scales = jax.lax.optimization_barrier((self.codes, self.scales))
+        codes = _e2m1(codes) if _codes_in(codes) == 2 else codes
         scales = _e8m0(scales) if scales.dtype == jnp.uint8 else scales.astype(jnp.float32)
         shape, groups = self.shape, scales.shape[-2]
         blocks = (*shape[:-2], groups, shape[-2] // groups, shape[-1])

@@ -76,7 +76,7 @@ def cells(plan: Plan, phase: Phase) -> tuple[str, ...]:
     return (
         phase.name,
         *(f"{size / GIB:.2f}" for size in sizes),
-        f"{memory.code / 2**20:.1f}",
+        f"{memory.code / 2**20:.1f}" if memory.code else "-",  # not told of GPUs
         f"{memory.peak / plan.topology.device_hbm:.0%}",
         seconds,
         bound,
