@@ -22,6 +22,7 @@ from kernjax.model import (
     plan_execution,
     run_layer,
 )
+from kernjax.model.execution import LayerCall
 from kernjax.model.layers import situ_glu
 from kernjax.model.params import abstract_params, leaves, tree_of
 from kernjax.precision import LayerPolicy, parse_policy
@@ -122,7 +123,8 @@ def mixed(model: Decoder, stack: str, index: int, x: np.ndarray) -> np.ndarray:
     @jax.jit
     def call(params, x, cache):
         layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[index], params))
-        return layer.mixer(x, cache, jnp.int32(0), count, plan, model.config, False)[0]
+        of = LayerCall(jnp.int32(0), count, plan, model.config, False)
+        return layer.mixer(x, cache, of)[0]
 
     return np.asarray(call(params, x[None], cache)[0])
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kernjax.model.cache import Cache
-from kernjax.model.config import ModelConfig
-from kernjax.model.execution import LayerPlan
+from kernjax.model.execution import LayerCall
 from kernjax.model.layers import linear, rms_norm, rotary_angles, rotate, rounder
 from kernjax.model.sequence import write_part
 from pallas_kernels.formats import Format, as_bits, store
@@ -34,20 +33,12 @@ class Attention(nnx.Module):
         self.k_norm = nnx.Param(params["k_norm"])
         self.o = nnx.Param(params["o"])
 
-    def __call__(
-        self,
-        x: jax.Array,
-        cache: Cache,
-        index: jax.Array,
-        count: jax.Array,
-        plan: LayerPlan,
-        config: ModelConfig,
-        decode: bool,
-    ) -> tuple[jax.Array, Cache]:
-        """(mixed [B, T, D], new cache) of normed x [B, T, D]; `index`: this layer in the cache.
+    def __call__(self, x: jax.Array, cache: Cache, call: LayerCall) -> tuple[jax.Array, Cache]:
+        """(mixed [B, T, D], new cache) of normed x [B, T, D].
 
-        x's keys and values are written at `cache.length`; count int32 []: real tokens of x.
+        x's keys and values are written at `cache.length`.
         """
+        index, count, plan, config, decode = call
         policy, r, eps = plan.policy, rounder(plan.policy), config.rms_norm_eps
         batch, time, _ = x.shape
         start = cache.length

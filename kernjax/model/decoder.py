@@ -21,7 +21,7 @@ from flax import nnx
 from kernjax.model.cache import Cache, row
 from kernjax.model.config import STACKS, ModelConfig
 from kernjax.model.embedding import look_up
-from kernjax.model.execution import Execution, LayerPlan
+from kernjax.model.execution import Execution, LayerCall, LayerPlan
 from kernjax.model.layer import DecoderLayer
 from kernjax.model.layers import dot, layer_norm
 from kernjax.model.moe import Routes
@@ -240,10 +240,9 @@ class _Layers:
         carry: Carry,
     ) -> tuple[Carry, Routes | None]:
         stream, *cached = carry
-        cache, config = Cache(*cached, start), self._config
-        new, cache, routes = layer(
-            stream, cache, at, self._count, plan, config, self._decode, place, number, forced
-        )
+        cache = Cache(*cached, start)
+        call = LayerCall(at, self._count, plan, self._config, self._decode)
+        new, cache, routes = layer(stream, cache, call, place, number, forced)
         x = store(new.x, plan.policy.activations).astype(stream.x.dtype)
         if routes is not None:
             columns = self._routes

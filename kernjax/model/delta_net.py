@@ -19,8 +19,7 @@ import numpy as np
 from flax import nnx
 
 from kernjax.model.cache import Cache, put_row, row
-from kernjax.model.config import ModelConfig
-from kernjax.model.execution import LayerPlan
+from kernjax.model.execution import LayerCall
 from kernjax.model.layers import (
     l2_normalised,
     linear,
@@ -46,21 +45,12 @@ class DeltaNet(nnx.Module):
         self.norm = nnx.Param(params["norm"])
         self.out = nnx.Param(params["out"])
 
-    def __call__(
-        self,
-        x: jax.Array,
-        cache: Cache,
-        index: jax.Array,
-        count: jax.Array,
-        plan: LayerPlan,
-        config: ModelConfig,
-        decode: bool,
-    ) -> tuple[jax.Array, Cache]:
-        """(mixed [B, T, D], new cache) of normed x [B, T, D]; `index`: this layer in the cache.
+    def __call__(self, x: jax.Array, cache: Cache, call: LayerCall) -> tuple[jax.Array, Cache]:
+        """(mixed [B, T, D], new cache) of normed x [B, T, D].
 
-        count int32 []: tokens of x that are real; the rest is padding and touches neither the
-        convolution's window nor the state.
+        Padding touches neither the convolution's window nor the state.
         """
+        index, count, plan, config, decode = call
         conv, state = row(cache.conv, index), row(cache.state, index)
         policy, r = plan.policy, rounder(plan.policy)
         key_heads, value_heads = config.linear_key_heads, config.linear_value_heads

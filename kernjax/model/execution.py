@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from kernjax.model.config import ModelConfig
 from kernjax.model.embedding import EmbeddingPlacement
 from kernjax.model.moe import ExpertPlacement
 from kernjax.model.sequence import attend_by_parts
@@ -77,6 +78,20 @@ class LayerPlan:
             return attention(**visible)
         attention = functools.partial(attention, return_lse=True)
         return attend_by_parts(attention, keys.shape[2], self.sequence, **visible)
+
+
+class LayerCall(NamedTuple):
+    """What a layer is called with, beside what flows through it.
+
+    `index` int32 []: the layer's row in the cache, among those of its kind. `count` int32 []: how
+    many of the call's tokens are real; the rest is padding. `decode` chooses the decode ops.
+    """
+
+    index: jax.Array
+    count: jax.Array
+    plan: LayerPlan
+    config: ModelConfig
+    decode: bool
 
 
 @dataclasses.dataclass(frozen=True)

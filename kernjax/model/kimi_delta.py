@@ -21,7 +21,7 @@ from flax import nnx
 from kernjax.model.cache import Cache, put_row, row
 from kernjax.model.config import ModelConfig
 from kernjax.model.delta_net import causal_conv, log_decay, per_head
-from kernjax.model.execution import LayerPlan
+from kernjax.model.execution import LayerCall
 from kernjax.model.layers import l2_normalised, linear, normalised, rounder
 from kernjax.precision import LayerPolicy
 from pallas_kernels.formats import store
@@ -47,21 +47,12 @@ class KimiDelta(nnx.Module):
         self.norm = nnx.Param(params["norm"])
         self.out = nnx.Param(params["out"])
 
-    def __call__(
-        self,
-        x: jax.Array,
-        cache: Cache,
-        index: jax.Array,
-        count: jax.Array,
-        plan: LayerPlan,
-        config: ModelConfig,
-        decode: bool,
-    ) -> tuple[jax.Array, Cache]:
-        """(mixed [B, T, D], new cache) of normed x [B, T, D]; `index`: this layer in the cache.
+    def __call__(self, x: jax.Array, cache: Cache, call: LayerCall) -> tuple[jax.Array, Cache]:
+        """(mixed [B, T, D], new cache) of normed x [B, T, D].
 
-        count int32 []: tokens of x that are real; the rest is padding and touches neither the
-        convolutions' window nor the state.
+        Padding touches neither the convolutions' window nor the state.
         """
+        index, count, plan, config, decode = call
         policy, r = plan.policy, rounder(plan.policy)
         batch, time, _ = x.shape
         heads = (batch, time, config.linear_key_heads, config.linear_key_dim)

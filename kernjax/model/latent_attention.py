@@ -22,7 +22,7 @@ from flax import nnx
 from kernjax.model.attention import stored, write_cache
 from kernjax.model.cache import Cache
 from kernjax.model.config import ModelConfig
-from kernjax.model.execution import LayerPlan
+from kernjax.model.execution import LayerCall
 from kernjax.model.layers import contract, linear, plain_rms_norm, rounder
 from kernjax.precision import LayerPolicy
 from pallas_kernels.formats import store
@@ -44,20 +44,12 @@ class LatentAttention(nnx.Module):
         self.gate = optional("gate")
         self.o = nnx.Param(params["o"])
 
-    def __call__(
-        self,
-        x: jax.Array,
-        cache: Cache,
-        index: jax.Array,
-        count: jax.Array,
-        plan: LayerPlan,
-        config: ModelConfig,
-        decode: bool,
-    ) -> tuple[jax.Array, Cache]:
-        """(mixed [B, T, D], new cache) of normed x [B, T, D]; `index`: this layer in the cache.
+    def __call__(self, x: jax.Array, cache: Cache, call: LayerCall) -> tuple[jax.Array, Cache]:
+        """(mixed [B, T, D], new cache) of normed x [B, T, D].
 
-        x's latents are written at `cache.length`; count int32 []: real tokens of x.
+        x's latents are written at `cache.length`.
         """
+        index, count, plan, config, decode = call
         policy, r, sizes = plan.policy, rounder(plan.policy), config.latent
         batch, time, _ = x.shape
         rank, start = sizes.kv_rank, cache.length

@@ -13,7 +13,7 @@ from kernjax.model.attention import Attention
 from kernjax.model.cache import Cache
 from kernjax.model.config import LINEAR, ModelConfig
 from kernjax.model.delta_net import DeltaNet
-from kernjax.model.execution import LayerPlan
+from kernjax.model.execution import LayerCall
 from kernjax.model.kimi_delta import KimiDelta
 from kernjax.model.latent_attention import LatentAttention
 from kernjax.model.layers import MLP, activation, layer_norm, rounder
@@ -38,21 +38,17 @@ class DecoderLayer(nnx.Module):
         self,
         stream: Stream,
         cache: Cache,
-        index: jax.Array,
-        count: jax.Array,
-        plan: LayerPlan,
-        config: ModelConfig,
-        decode: bool,
+        call: LayerCall,
         place: jax.Array,
         number: jax.Array,
         forced: jax.Array | None = None,
     ) -> tuple[Stream, Cache, Routes | None]:
         """(the new stream, its x float32 and not yet rounded; the new cache; experts, if any).
 
-        x [B, T, D] follows `cache.length` tokens, of which `count` (int32 []) are real and the
-        rest padding. `index` int32 [] is this layer's place in the cache, among those of its kind;
-        `place` that in its stack; `number` that in the model. `forced` as in `MoE`.
+        x [B, T, D] follows `cache.length` tokens. `place` int32 [] is this layer's place in its
+        stack, `number` that in the model. `forced` as in `MoE`.
         """
+        plan, config = call.plan, call.config
         policy, r, eps = plan.policy, rounder(plan.policy), config.rms_norm_eps
         glu, size = activation(config), config.block_size
         hidden = stream.x
@@ -60,7 +56,7 @@ class DecoderLayer(nnx.Module):
             hidden = self.mixer_res(stream, (number + size - 1) // size, eps, policy)
             stream = begin_block(stream, number, size)
         hidden = layer_norm(hidden, self.input_norm[...], config, policy)
-        mixed, cache = self.mixer(hidden, cache, index, count, plan, config, decode)
+        mixed, cache = self.mixer(hidden, cache, call)
         x = r(stream.x.astype(jnp.float32) + mixed.astype(jnp.float32))
         hidden = x
         if size is not None:
