@@ -21,29 +21,22 @@ arXiv:2307.08691, with the rounding sites of `AttentionFormats`):
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import kernel_rounding
 from pallas_kernels.attention.formats import AttentionFormats
+from pallas_kernels.attention.mosaic_tpu_step import LANES, Block, Plan, Refs, meet
 from pallas_kernels.attention.operands import Operands, prepare
 from pallas_kernels.attention.tiles import Tiles, choose, choose_tpu, round_up
 
-_LANES = 128
 _LOG2_E = math.log2(math.e)
-_CORNER = 256  # rows that share a softmax step on the diagonal: a matrix unit's
-_MOST_BLOCKS = 12
 _LOWEST = float(jnp.finfo(jnp.float32).min)
-_NT = (((1,), (1,)), ((), ()))  # [m, k] x [n, k] -> [m, n]
-_NN = (((1,), (0,)), ((), ()))  # [m, k] x [k, n] -> [m, n]
 
 
 def attention(
@@ -75,10 +68,10 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     tiles = choose(q, k, formats) if tiles is None else tiles
     _refuse(q, k, v, formats, tiles)
-    if interpret is False and tiles.block_k % _LANES:
+    if interpret is False and tiles.block_k % LANES:
         raise NotImplementedError(
             f"mosaic_tpu attention: block_k={tiles.block_k} (formats.block_k={formats.block_k});"
-            f" compiled for TPU it is a multiple of {_LANES}, the lanes of a register."
+            f" compiled for TPU it is a multiple of {LANES}, the lanes of a register."
         )
     operands = prepare(q, k, v, scale, k_scale, v_scale, formats, tiles, tiles.rows)
     partial = return_lse or tiles.splits > 1
@@ -152,88 +145,6 @@ def _refuse(
         )
 
 
-class _Block(NamedTuple):
-    """`count` rows from `begin` against `width` of the loaded keys from `sub`; `diagonal` where
-    row r of the block sees all but the last count - 1 - r of them."""
-
-    begin: int
-    count: int
-    sub: int
-    width: int
-    diagonal: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What the kernel body needs to know at trace time.
-
-    `partial`: acc, l and m are given as they are, in place of acc / l.
-    """
-
-    formats: AttentionFormats
-    tiles: Tiles
-    tokens: int
-    capacity: int
-    fixed: tuple[int, int, int] | None
-    partial: bool
-
-    def positions(self, b, offset_ref, length_ref, steps_ref, *_):
-        """(q_offset, kv_length) of batch row b, and grid steps of a split."""
-        if self.fixed is not None:
-            return tuple(map(jnp.int32, self.fixed))
-        return offset_ref[b], jnp.minimum(length_ref[b], self.capacity), steps_ref[0]
-
-    @property
-    def edge_rows(self) -> int:
-        """Rows that share a softmax step where the diagonal cuts the block: those of one head can
-        be parted by token, so that the early ones skip the late keys."""
-        return min(self.tiles.block_k, self.tiles.rows) if self.can_part else self.tiles.rows
-
-    @property
-    def can_part(self) -> bool:
-        return self.tiles.heads == 1 and self.tiles.rows % self.tiles.block_k == 0
-
-    @property
-    def whole_blocks(self) -> list[_Block]:
-        """Every row against every loaded key, in halves of the rows: see `_meet`."""
-        tiles = self.tiles
-        part = tiles.rows // 2 if tiles.rows >= 512 else tiles.rows
-        return [
-            _Block(begin, part, sub, tiles.block_k)
-            for sub in range(0, tiles.block_kv, tiles.block_k)
-            for begin in range(0, tiles.rows, part)
-        ]
-
-    @property
-    def diagonal_blocks(self) -> list[_Block]:
-        """What the rows see where row r sees the loaded keys up to r; none where rows are not
-        tokens in order, or where it would be a long program."""
-        tiles = self.tiles
-        count = min(_CORNER, tiles.block_k)
-        if tiles.heads > 1 or tiles.rows % count or tiles.block_k % count:
-            return []
-        blocks = []
-        for sub in range(0, tiles.block_kv, tiles.block_k):
-            for begin in range(0, tiles.rows, count):
-                width = min(begin + count - sub, tiles.block_k)
-                if width > 0:
-                    diagonal = begin + count == sub + width
-                    blocks.append(_Block(begin, count, sub, width, diagonal))
-        return blocks if len(blocks) <= _MOST_BLOCKS else []
-
-    @property
-    def lanes(self) -> int:
-        """Partial sums of l per row."""
-        return _LANES if self.tiles.block_k % _LANES == 0 else self.tiles.block_k
-
-    def bounds(self, i, offset, length):
-        """(seen, end) of query block i: all its rows see the keys below `seen`, none one from
-        `end` on."""
-        first = offset + i * self.tiles.block_q
-        last = jnp.minimum(first + self.tiles.block_q, offset + self.tokens)
-        return jnp.minimum(first + 1, length), jnp.minimum(last, length)
-
-
 def _call(
     operands: Operands,
     q_offset: jax.Array,
@@ -257,7 +168,7 @@ def _call(
         used = -(-min(fixed[0] + operands.tokens, fixed[1]) // tiles.block_kv)
     steps = pl.cdiv(used, tiles.splits)
     fixed = None if fixed is None else (*fixed, steps)
-    plan = _Plan(formats, tiles, operands.tokens, capacity, fixed, partial)
+    plan = Plan(formats, tiles, operands.tokens, capacity, fixed, partial)
     factors = jnp.stack([operands.score_factor, operands.log2_factor, operands.shift])
 
     def key_block(b, n, i, split, j, *refs):
@@ -289,7 +200,7 @@ def _call(
                 pl.BlockSpec((None, None, None, None, rows, w), split_block) for w in out_widths
             ],
             scratch_shapes=[
-                pltpu.VMEM((rows, _LANES), jnp.float32),
+                pltpu.VMEM((rows, LANES), jnp.float32),
                 pltpu.VMEM((rows, plan.lanes), jnp.float32),
                 pltpu.VMEM((rows, v_width), jnp.float32),
             ],
@@ -309,7 +220,7 @@ def _call(
 
 
 def _kernel(
-    offset_ref, length_ref, steps_ref, factors_ref, q_ref, k_ref, v_ref, *refs, plan: _Plan
+    offset_ref, length_ref, steps_ref, factors_ref, q_ref, k_ref, v_ref, *refs, plan: Plan
 ) -> None:  # fmt: skip
     """One grid step: q_ref [rows, H], k_ref [block_kv, H], v_ref [block_kv, Hv]."""
     *out_refs, m_ref, l_ref, acc_ref = refs
@@ -325,15 +236,15 @@ def _kernel(
         l_ref[...] = jnp.zeros(l_ref.shape, jnp.float32)
         acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
 
-    refs = _Refs(factors_ref, q_ref, k_ref, v_ref, m_ref, l_ref, acc_ref)
-    meet = functools.partial(_meet, refs, plan)
+    refs = Refs(factors_ref, q_ref, k_ref, v_ref, m_ref, l_ref, acc_ref)
+    step = functools.partial(meet, refs, plan)
     first = offset + i * tiles.block_q
     whole = start + tiles.block_kv <= seen
     edge = ~whole & (start < end)
 
     @pl.when(whole)
     def _():
-        meet(plan.whole_blocks)
+        step(plan.whole_blocks)
 
     @pl.when((start + tiles.block_kv > length) & (start < end))
     def _():
@@ -349,7 +260,7 @@ def _kernel(
 
         @pl.when(edge & aligned)
         def _():
-            meet(plan.diagonal_blocks)
+            step(plan.diagonal_blocks)
 
         edge &= ~aligned
 
@@ -357,15 +268,15 @@ def _kernel(
     def _():
         for begin in range(0, tiles.rows, plan.edge_rows):
             # Row r holds token r % block_q, and sees the keys below its limit.
-            row = begin + jax.lax.broadcasted_iota(jnp.int32, (plan.edge_rows, _LANES), 0)
+            row = begin + jax.lax.broadcasted_iota(jnp.int32, (plan.edge_rows, LANES), 0)
             limit = jnp.minimum(first + 1 + (row & jnp.int32(tiles.block_q - 1)), length)
             last = min(begin + plan.edge_rows, tiles.block_q)
             for sub in range(0, tiles.block_kv, tiles.block_k):
 
                 @pl.when(start + sub < jnp.minimum(first + last, end))
                 def _(begin=begin, limit=limit, sub=sub):
-                    block = _Block(begin, plan.edge_rows, sub, tiles.block_k)
-                    meet([block], limit - (start + sub))
+                    block = Block(begin, plan.edge_rows, sub, tiles.block_k)
+                    step([block], limit - (start + sub))
 
     @pl.when(j == steps - 1)
     def _():
@@ -376,141 +287,6 @@ def _kernel(
                 ref[...] = value
         else:
             out_refs[0][...] = acc / jnp.where(total == 0, jnp.float32(1), total)
-
-
-class _Refs(NamedTuple):
-    """The kernel's arrays: factors [3], q [rows, H], k, v [block_kv, ...], the softmax's state."""
-
-    factors: Any
-    q: Any
-    k: Any
-    v: Any
-    m: Any
-    l: Any  # noqa: E741 - the papers' name
-    acc: Any
-
-
-def _meet(
-    refs: _Refs, plan: _Plan, blocks: Sequence[_Block], limit: jax.Array | None = None
-) -> None:
-    """Softmax steps, one after the other. The scores of each are asked for before the step ahead of
-    it is taken: the matrix units then have work while the vector units exponentiate."""
-    scores = _scores(refs, plan, blocks[0])
-    for n, block in enumerate(blocks):
-        following = _scores(refs, plan, blocks[n + 1]) if n + 1 < len(blocks) else None
-        _softmax_step(refs, plan, block, _masked(scores, block, limit))
-        scores = following
-
-
-def _scores(refs: _Refs, plan: _Plan, block: _Block) -> jax.Array:
-    """[count, width] of the block, before masking."""
-    rows, keys = pl.ds(block.begin, block.count), pl.ds(block.sub, block.width)
-    s = _dot(refs.q[rows, :], refs.k[keys, :], _NT, plan.formats.dot)
-    if not plan.formats.scores.is_exact:
-        s = kernel_rounding.round_to(s * refs.factors[0], plan.formats.scores)
-    return s
-
-
-def _masked(s: jax.Array, block: _Block, limit: jax.Array | None) -> jax.Array:
-    """Scores, -inf where a row does not see the key: from `limit` [count, 128] on, or above the
-    diagonal of the last `count` keys."""
-    if limit is not None:
-        key = jax.lax.broadcasted_iota(jnp.int32, (1, block.width), 1)
-        return jnp.where(key < _widen(limit, block.width), s, -jnp.inf)
-    if not block.diagonal:
-        return s
-    seen = block.width - block.count
-    row, key = (
-        jax.lax.broadcasted_iota(jnp.int32, (block.count, block.count), axis) for axis in (0, 1)
-    )
-    corner = jnp.where(key <= row, s[:, seen:], -jnp.inf)
-    return jnp.concatenate([s[:, :seen], corner], axis=1) if seen else corner
-
-
-def _softmax_step(refs: _Refs, plan: _Plan, block: _Block, s: jax.Array) -> None:
-    """The block's rows meet its keys, whose scores are s."""
-    formats, width = plan.formats, block.width
-    rows, keys = pl.ds(block.begin, block.count), pl.ds(block.sub, width)
-    m_ref, l_ref, acc_ref = refs.m, refs.l, refs.acc
-    factor, shift = refs.factors[1], refs.factors[2]
-
-    m = m_ref[rows, :]
-    m_new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True) - shift)
-    if formats.rescale_threshold > 0:
-        risen = (m_new - m) * factor > jnp.float32(formats.rescale_threshold)
-        m_new = jnp.where(risen, m_new, m)
-    p = jnp.exp2((s - _widen(m_new, width)) * factor)
-    alpha = jnp.exp2((m - m_new) * factor)
-
-    v = refs.v[keys, :]
-    pv, rounded = _weighted_values(p, v, plan)
-    summed = rounded if formats.row_sum == "rounded" else p
-    parts = [summed[:, c : c + plan.lanes] for c in range(0, width, plan.lanes)]
-    l_ref[rows, :] = l_ref[rows, :] * _widen(alpha, plan.lanes) + sum(parts[1:], parts[0])
-    acc_ref[rows, :] = acc_ref[rows, :] * _widen(alpha, acc_ref.shape[1]) + pv
-    m_ref[rows, :] = m_new
-
-
-def _weighted_values(p: jax.Array, v: jax.Array, plan: _Plan) -> tuple[jax.Array, jax.Array]:
-    """(round(p) . v, round(p)) for p on the scaled grid."""
-    formats = plan.formats
-    fmt = formats.p
-    cast_only = fmt.dtype == "bfloat16" and formats.row_sum == "unrounded"
-    if cast_only and v.dtype != jnp.float32:
-        return _dot(p.astype(jnp.bfloat16), v, _NN, formats.dot), p
-    most = fmt.scale * 2.0**formats.rescale_threshold
-    if plan.tiles.fp8_cast:
-        # The cast does not saturate.
-        narrow = jnp.minimum(p, jnp.float32(448)) if most > 448 else p
-        narrow = narrow.astype(jnp.float8_e4m3fn)
-        rounded = narrow.astype(jnp.float32) if formats.row_sum == "rounded" else p
-    else:
-        rounded = kernel_rounding.round_probabilities(p, fmt, most)
-        narrow = rounded
-    if plan.tiles.fp8_dot:
-        narrow = narrow.astype(jnp.float8_e4m3fn)
-        return _dot(narrow, v.astype(jnp.float8_e4m3fn), _NN, formats.dot), rounded
-    if plan.tiles.fp8_cast:
-        wide = jnp.float32 if v.dtype == jnp.float32 else jnp.bfloat16
-        return _dot(narrow.astype(wide), v, _NN, formats.dot), rounded
-    if v.dtype == jnp.float32:
-        return _dot(rounded, v, _NN, formats.dot), rounded
-    if kernel_rounding.fits_bfloat16(fmt):
-        return _dot(rounded.astype(jnp.bfloat16), v, _NN, formats.dot), rounded
-    if formats.dot == "default":
-        return _dot(rounded, v.astype(jnp.float32), _NN, formats.dot), rounded
-    pieces = kernel_rounding.bfloat16_pieces(rounded, 2 if _fits_two(fmt) else 3)
-    dots = [_dot(piece, v, _NN, formats.dot) for piece in pieces]
-    return sum(dots[1:], dots[0]), rounded
-
-
-def _fits_two(fmt) -> bool:
-    """Whether two bfloat16 (16 mantissa bits, hidden ones included) hold the format's values."""
-    return fmt.dtype == "float16" or (fmt.mantissa_bits or 23) <= 15
-
-
-def _dot(x: jax.Array, y: jax.Array, dimensions: Any, dot: str) -> jax.Array:
-    """float32 product; bfloat16 operands multiply exactly, float32 ones need HIGHEST for it."""
-    if x.dtype == y.dtype == jnp.float8_e4m3fn:
-        pass
-    elif jnp.float32 in (x.dtype, y.dtype):
-        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    else:
-        x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
-    exact = dot == "highest" and x.dtype == jnp.float32
-    return jax.lax.dot_general(
-        x, y, dimensions, preferred_element_type=jnp.float32,
-        precision=jax.lax.Precision.HIGHEST if exact else None,
-    )  # fmt: skip
-
-
-def _widen(x: jax.Array, width: int) -> jax.Array:
-    """x [rows, 128], equal along its lanes, as [rows, width]."""
-    if width % _LANES == 0:
-        return jnp.tile(x, (1, width // _LANES)) if width > _LANES else x
-    if width < _LANES:
-        return x[:, :width]
-    return jnp.broadcast_to(x[:, :1], (x.shape[0], width))
 
 
 def _merge(
@@ -526,18 +302,18 @@ def _merge(
     return acc / jnp.where(total == 0, jnp.float32(1), total), lse
 
 
-def _vmem_limit(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array) -> int:
+def _vmem_limit(plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array) -> int:
     """Bytes of vector memory the kernel may take: its blocks twice, state, and step temporaries."""
     tiles = plan.tiles
     rows, width, v_width = tiles.rows, round_up(q.shape[-1], 128), round_up(v.shape[-1], 128)
     blocks = rows * (width * q.dtype.itemsize + v_width * 4)
     blocks += tiles.block_kv * (width * k.dtype.itemsize + v_width * v.dtype.itemsize)
-    state = 4 * rows * (2 * _LANES + v_width)
+    state = 4 * rows * (2 * LANES + v_width)
     scores = 4 * rows * round_up(tiles.block_k, 128)
     return min(2 * blocks + state + 8 * scores + (4 << 20), 100 << 20)
 
 
-def _cost(operands: Operands, plan: _Plan) -> pl.CostEstimate:
+def _cost(operands: Operands, plan: Plan) -> pl.CostEstimate:
     """As if every query saw half of the cache: XLA schedules by it, nothing else reads it."""
     q, k, v = operands.q, operands.k, operands.v
     pairs = math.prod(q.shape[:4]) * k.shape[2] // 2

@@ -21,7 +21,7 @@ from pallas_kernels.attention import AttentionFormats, Tiles
 from pallas_kernels.attention.tiles import choose
 from pallas_kernels.formats import BF16
 
-_MODULES = ("operands", "mosaic_tpu")
+_MODULES = ("operands", "mosaic_tpu_step", "mosaic_tpu")
 _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Several grid steps, blocks of rows and of keys, and an end inside of each.
 SMALL = dict(B=1, T=5, S=70, lengths=(67,))
@@ -159,7 +159,7 @@ FAULTS = {
     ),
     "lazy threshold in nats": (
         "jnp.float32(formats.rescale_threshold)",
-        "jnp.float32(formats.rescale_threshold * _LOG2_E)", rounding("lazy"), {},
+        "jnp.float32(formats.rescale_threshold * 1.4427)", rounding("lazy"), {},
     ),
 }  # fmt: skip
 
