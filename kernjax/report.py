@@ -82,16 +82,29 @@ def _redraw() -> int:
             todo="pip install 'kernjax[report]', or --nopage for the other files.",
         )
     verdict, line = load_verdict(_VERDICT.value)
-    paths = write_files(
-        verdict,
-        _OUTPUT_DIR.value,
-        line.get("wall_s"),
-        line,  # as it is, with keys of later versions
-        load_figures(_VERDICT.value),
-        page=_PAGE.value,
-        locate=load_cause(_LOCATE.value, "locate") if _LOCATE.value else None,
-        sweep=load_cause(_SWEEP.value, "sweep") if _SWEEP.value else None,
-    )
+    causes = {
+        name: load_cause(flag.value, name)
+        for name, flag in (("locate", _LOCATE), ("sweep", _SWEEP))
+        if flag.value
+    }
+    figures = load_figures(_VERDICT.value)
+    try:
+        paths = write_files(
+            verdict,
+            _OUTPUT_DIR.value,
+            line.get("wall_s"),
+            line,  # as it is, with keys of later versions
+            figures,
+            page=_PAGE.value,
+            **causes,
+        )
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        # Of the right types, and still nothing that check writes: a negative count, 1e308.
+        raise UserError(
+            f"{_VERDICT.value} cannot be drawn: {error}.",
+            "Expected the files as kernjax.check wrote them.",
+            "Run check with --output_dir once more.",
+        ) from error
     print(f"{verdict.outcome}: drawn again from {Path(_VERDICT.value)}")
     command.print_json({"verdict": str(verdict.outcome), "files": [str(path) for path in paths]})
     return command.EXIT_PASS

@@ -97,6 +97,16 @@ def test_what_a_run_knows_beside_the_verdict_is_checked(tmp_path, kept, capsys, 
         assert not out.exists()
 
 
+def test_numbers_that_no_check_writes(tmp_path, kept, capsys):
+    path = kept / "verdict.json"
+    line = json.loads(path.read_text())
+    line["margin_bins"][1]["normal_flips"] = -1
+    path.write_text(json.dumps(line))
+    out = tmp_path / "out"
+    assert run(report, f"--verdict={kept}", f"--output_dir={out}") == 3
+    assert "cannot be drawn" in capsys.readouterr().err and not out.exists()
+
+
 def test_a_folder_it_cannot_write(tmp_path, kept, capsys):
     (tmp_path / "file").write_text("")
     assert run(report, f"--verdict={kept}", f"--output_dir={tmp_path / 'file'}") == 3

@@ -186,7 +186,7 @@ def test_what_was_located_is_not_to_be_located_again():
     assert first_step(verdict) is locate and first_step(verdict, located=True) is last
     assert dict(in_short(verdict))["What next"] == "Find it."
     answer = dict(in_short(verdict, LOCATE))["What next"]
-    assert answer == "Mend what carries it, and check again. Record it."
+    assert answer == "Mend what carries it, and check again. main? Record it."
 
 
 def test_every_gate_is_explained():

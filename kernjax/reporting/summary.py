@@ -196,6 +196,6 @@ def _next(verdict: Verdict, located: bool) -> str:
         merge = f"Merge, if contexts up to {verdict.up_to_context} are what you serve."
         return f"{todo} Then: {merge[0].lower()}{merge[1:]}" if todo else merge
     if located and verdict.outcome is Outcome.FAIL:
-        other = f" {todo}" if todo else ""
+        other = f" {first.text} {todo}".rstrip() if first else ""
         return f"Mend what carries it, and check again.{other}"
     return todo or "Read the findings."
