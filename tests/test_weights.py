@@ -213,7 +213,7 @@ def test_a_band_that_fails_is_an_error(saved, monkeypatch) -> None:
     directory, config, _ = saved
     monkeypatch.setattr(sources, "_BAND_BYTES", 500)
 
-    def fails(self):
+    def fails(self, out):
         raise OSError(5, "Input/output error", str(self.file))
 
     monkeypatch.setattr(TensorEntry, "load", fails)

@@ -80,13 +80,17 @@ class TensorEntry:
             end=self.begin + stop * row,
         )
 
-    def load(self) -> np.ndarray:
-        """The tensor, read into memory of its own; its dtype must be one of `READABLE`."""
+    def load(self, out: np.ndarray) -> None:
+        """Reads the tensor into `out`: contiguous, of its shape and dtype (one of `READABLE`)."""
         fetch(self.file, self.begin, self.end)
-        dtype = READABLE[self.dtype]
-        count = self.nbytes // dtype.itemsize
-        values = np.fromfile(self.file, dtype, count, offset=self.begin)
-        return values.reshape(self.shape)
+        left = memoryview(out.reshape(-1).view(np.uint8))
+        with open(self.file, "rb", buffering=0) as file:
+            file.seek(self.begin)
+            while left:
+                count = file.readinto(left)
+                if not count:
+                    raise OSError(f"{self.file} became shorter while it was read")
+                left = left[count:]
 
     def array(self) -> np.ndarray:
         """The tensor, mapped read-only; its dtype must be one of `READABLE`."""

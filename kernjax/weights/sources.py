@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -83,8 +84,15 @@ class Plain:
 
         def fill(start: int, stop: int) -> None:
             band = self.tensor.rows(start, stop)
-            values = band.load() if whole else band.array()[:, *rest]
-            _convert(values, block[start - rows.start : stop - rows.start])
+            part = block[start - rows.start : stop - rows.start]
+            if not whole:
+                _convert(band.array()[:, *rest], part)
+            elif dtype == self.value_dtype:
+                band.load(part)
+            else:
+                values = _scratch(band.nbytes).view(self.value_dtype).reshape(part.shape)
+                band.load(values)
+                _convert(values, part)
 
         step = max(1, _BAND_BYTES * self.shape[0] // self.nbytes)
         _by_bands(fill, rows, step)
@@ -182,6 +190,17 @@ def _by_bands(fill: Callable[[int, int], None], rows: slice, step: int) -> None:
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
+
+
+def _scratch(size: int) -> np.ndarray:
+    """uint8 [size] of this thread, used again: fresh memory costs as much as reading into it."""
+    buffer = getattr(_local, "buffer", None)
+    if buffer is None or len(buffer) < size:
+        buffer = _local.buffer = np.empty(max(size, _BAND_BYTES), np.uint8)
+    return buffer[:size]
+
+
+_local = threading.local()
 
 
 def _convert(values: np.ndarray, out: np.ndarray) -> None:
