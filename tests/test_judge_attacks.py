@@ -12,6 +12,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from kernjax.base.errors import UserError
 from kernjax.base.resources import demo_recording
 from kernjax.judge import Band, Outcome, calibrate, compare, judge
 from kernjax.recording import Recording, load_recording
@@ -134,6 +135,31 @@ def test_no_pass(reference, candidate, band, name):
     assert verdict.outcome is not Outcome.PASS
     severe = {"fail", "inconclusive"}
     assert [f for f in verdict.findings if f.severity in severe]
+
+
+@pytest.mark.parametrize("share", [0.02, 0.5, 1.0])
+def test_rows_of_the_reference_itself(reference, candidate, band, share):
+    """The others 1.5 times as wrong as normal: with half of them copied both means are below 1."""
+    rows = Rows(candidate)
+    worse = moved(reference, candidate, np.where(rows.decode & (share == 0.5), 1.5, 1.0))
+    copied = rows.decode & (rows.some < share)
+    columns = {
+        name: np.where(copied.reshape(-1, *[1] * (values.ndim - 1)), values, getattr(worse, name))
+        for name in ("top_logprobs", "tail_logprob", "target_logprobs", "top1_ids", "margins")
+        for values in (getattr(reference, name),)
+    }
+    verdict = judge(compare(reference, dataclasses.replace(worse, **columns)), band)
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+    assert any("rows are the reference's to the last bit" in f.text for f in verdict.findings)
+
+
+@pytest.mark.parametrize("peers", [3, 5])
+def test_a_wrong_producer_among_the_normals(reference, candidate, peers):
+    """As wrong as scaled fp8 is: it would widen the limit enough to PASS by it itself."""
+    wrong = moved(reference, candidate, np.where(candidate.phase == 1, 1.16, 1.0))
+    normals = [*(load(name) for name in OTHERS[:peers]), wrong]
+    with pytest.raises(UserError, match=rf"would FAIL by a band of its {peers} peers: level"):
+        calibrate(reference, normals)
 
 
 def test_a_wrong_shard_of_words_that_are_not_listed(reference, candidate, band):

@@ -22,13 +22,13 @@ import numpy as np
 
 from kernjax.base.errors import UserError
 from kernjax.judge.band import MIN_NORMALS, Band, detection_floor, identities, rounded
-from kernjax.judge.comparison import PHASES, Comparison, compare, label
-from kernjax.judge.gates import Evidence, Row, predeclared
+from kernjax.judge.comparison import PHASES, Comparison, Segment, compare, label
+from kernjax.judge.gates import Evidence, Row, decide, predeclared
 from kernjax.judge.intervals import Estimate
 from kernjax.judge.limits import flip_limits, leave_one_out, limits_of, merge_flip_bins
 from kernjax.judge.metrics import MARGIN_LABELS, logit_noise, margin_bin
 from kernjax.judge.quantiles import t_upper_tail
-from kernjax.judge.summaries import level_phase, summarise
+from kernjax.judge.summaries import Summary, level_phase, summarise
 from kernjax.judge.verdict import judge
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def calibrate(
     levels = [row for row in rows if row.gate == "level" and row.context is None]
     ratios = [row for row in rows if row.quantity != "mass" and row.contrast == "mean"]
     _check_outliers(names, ratios, loo, max_producer_ratio)
+    _check_by_peers(first.segments, names, rows, summaries)
     limits = limits_of(rows, loo)
     _check_width(levels, limits, max_allowed_ratio)
 
@@ -251,6 +252,24 @@ def _check_outliers(
                     f"mean of all (gate {row.gate}, {row.stratum}), its peers are at {peers}.",
                     f"Equally right producers agree within {max_ratio:g} times and are not told "
                     "apart from their peers' own spread.",
+                    "Leave it out, or give more producers of its kind if it is right.",
+                )
+
+
+def _check_by_peers(
+    segments: Sequence[Segment], names: Sequence[str], rows: Sequence[Row], all_: Sequence[Summary]
+) -> None:
+    """A producer that a band of the others would FAIL as a candidate buys room for what it does."""
+    for index, name in enumerate(names):
+        peers = [summary for i, summary in enumerate(all_) if i != index]
+        limits = limits_of(rows, leave_one_out(segments, peers, rows))
+        known = [row for row in rows if row.key in limits]
+        for gate in decide(Evidence(segments, all_[index], peers), known, limits):
+            if gate.outcome == "FAIL":
+                raise UserError(
+                    f"Normal {name} would FAIL by a band of its {len(peers)} peers: {gate.name}, "
+                    f"{gate.stratum}, {gate.observed:.4g}, allowed {gate.allowed:.4g}.",
+                    "What an equally right producer does is no worse than its peers allow.",
                     "Leave it out, or give more producers of its kind if it is right.",
                 )
 

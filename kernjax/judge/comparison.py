@@ -79,6 +79,7 @@ class Comparison:
     upper: Comparison | None = None  # where ids are missing: this one is the lower bound
     missing_ids: int = 0  # rows in which the candidate lacks some of the reference's ids
     unlisted: np.ndarray | None = None  # [R] bool: the corpus's token is none of the listed ids
+    copied: np.ndarray | None = None  # [R] bool: every cell is the reference's, bit for bit
 
     @cached_property
     def prefill_window(self) -> int:
@@ -175,6 +176,7 @@ def compare(
         bitwise_reference=_digest(candidate) == _digest(reference),
         full_kl=_full_kl(reference, candidate, finite),
         unlisted=~np.any(reference.top_ids == reference.target_ids[:, None], axis=1),
+        copied=None if own_ids else np.all(p_raw == q_raw, axis=1),
     )
     if not own_ids:
         return comparison
