@@ -26,6 +26,7 @@ class Finding:
     command: str = ""  # the next command to run
 
 
+LISTED = 5  # places that a finding names
 SEGMENT_STATISTICS = {
     "geometric": "",
     "arithmetic": "",

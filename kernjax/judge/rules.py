@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from kernjax.judge import intervals, metrics
-from kernjax.judge.case import SEGMENT_STATISTICS, Case, Finding
+from kernjax.judge.case import LISTED, Case, Finding
 from kernjax.judge.comparison import PHASES
 from kernjax.judge.gates import CONFIDENCE, RULES, Gate, Outcome
 from kernjax.judge.lenses import LAW_DEPTHS, IncumbentRow, IsolatedLaw
@@ -17,18 +17,9 @@ from kernjax.judge.lenses import LAW_DEPTHS, IncumbentRow, IsolatedLaw
 MIN_SEGMENTS = 16
 TAIL_WARNING, TAIL_LIMIT = 0.2, 0.4
 MAX_EXTRAPOLATION = 4
-_LISTED = 5
-_SEGMENT_MARGIN = 2.0
-_LEAST_SEGMENT = math.log(1.25)
-"""On ln R: how far beyond the normals' largest segment one has to be, and the least that counts."""
-
 _MAX_COPIED = 0.01
 """Share of the deciding rows with the reference's own bits: none of 17,664 in right and wrong bf16
 policies of the demo."""
-
-_MAX_UNLISTED, _LEAST_UNLISTED = 2.0, 50
-"""Change of unlisted words over that of listed ones (0.5 to 1.2 for 24 policies of the demo, right
-or wrong), and the fewest positions that tell it."""
 
 
 def nonfinite(case: Case) -> tuple[Gate, list[Finding]]:
@@ -83,7 +74,7 @@ def confident_flips(case: Case) -> tuple[Gate, list[Finding]]:
             places.setdefault((int(c.segment[row]), int(c.pos[row])), float(c.margin[row]))
         listed = "; ".join(
             f"{c.segments[segment].id} at {pos}, margin {margin:.3g}"
-            for (segment, pos), margin in list(places.items())[:_LISTED]
+            for (segment, pos), margin in list(places.items())[:LISTED]
         )
         findings.append(
             Finding(
@@ -170,7 +161,10 @@ def _gate_finding(severity: str, rows: Sequence[Gate]) -> Finding:
     further = further_segments(rows).values()
     todo = f"About {max(further)} more segments there would decide" if further else ""
     if undecidable := len(rows) - len(further):
-        limit = f"{undecidable} of these rows sit on the limit, where even many more may not decide"
+        sit = "sits" if undecidable == 1 else "sit"
+        limit = (
+            f"{undecidable} of these rows {sit} on the limit, where even many more may not decide"
+        )
         todo = f"{todo}; {limit}" if todo else limit[0].upper() + limit[1:]
     return Finding(severity, text + ".", todo + ".")
 
@@ -263,112 +257,6 @@ def run(case: Case) -> Iterator[Finding]:
                 "Another producer wrote them: record the candidate again, as a whole.",
             )
     yield from repeatability(case)
-
-
-def single_segments(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
-    """Segments beyond anything that normal runs do, while the mean over segments hides them.
-
-    A stale slot shows in single segments, and a mean over all is kind to it. And a segment that is
-    the reference to the last bit, among others that are not, was not made by the candidate: it
-    only makes the mean smaller.
-    """
-    c = case.comparison
-    if any(gate.outcome is Outcome.FAIL for gate in gates):
-        return
-    worst: dict[int, tuple[float, str]] = {}
-    for name, normals in case.normals_apart.items():
-        values = case.evidence.statistics.get(name)
-        if values is not None:
-            limit = max(_SEGMENT_MARGIN * float(np.nanmax(normals)), _LEAST_SEGMENT)
-            for index in np.nonzero(values > limit)[0]:
-                found = float(values[index]), SEGMENT_STATISTICS[name]
-                worst[index] = max(worst.get(index, found), found)
-    if worst:
-        first = sorted(worst, key=lambda index: -worst[index][0])
-        listed = "; ".join(
-            f"{case.segments[i].id} {math.exp(ratio):.3g} {place}".rstrip()
-            for i in first[:_LISTED]
-            for ratio, place in (worst[i],)
-        )
-        yield Finding(
-            "inconclusive",
-            f"{len(worst)} of {len(case.segments)} segments have a KL that no normal run comes "
-            f"near in any segment, whatever the mean over all; times normal: {listed}.",
-            "A stale state or slot shows in single segments: run these again, alone and in "
-            "another order.",
-        )
-    yield from _offset_segments(case)
-    rows = np.nonzero(case.rows)[0]
-    differs = np.bincount(c.segment[rows], c.kl[rows] != 0, minlength=len(case.segments)) > 0
-    normal = np.min([n.mean_log["level"] for n in case.normals], axis=0) > math.log(
-        metrics.KL_FLOOR
-    )
-    dead = np.nonzero(~differs & normal)[0]
-    if dead.size and differs.any():
-        yield Finding(
-            "inconclusive",
-            f"{dead.size} of {len(case.segments)} segments equal the reference to the last bit, "
-            f"the others do not; the first: {case.segments[dead[0]].id}.",
-            "Another producer wrote them: record the candidate again, as a whole.",
-        )
-
-
-def unlisted_words(case: Case) -> Iterator[Finding]:
-    """The words outside the recorded ids, which are one cell of the KL: is each where it was?
-
-    Noise moves all logits alike, so that the corpus's token, where it is none of the listed ids,
-    moves as much as listed words do there; those of a wrong shard of the output head do not.
-    """
-    c = case.comparison
-    if c.unlisted is None or c.upper is not None:
-        return
-    change = np.abs(c.candidate_target - c.reference_target)
-    kinds = np.array([s.kind for s in case.segments])[c.segment]
-    for kind in sorted(set(kinds.tolist())):
-        rows = np.nonzero((kinds == kind) & c.finite & c.unlisted)[0]
-        noise = metrics.logit_noise(c.margin_change[rows])
-        moved = math.sqrt(float(np.mean(change[rows] ** 2))) if rows.size else 0.0
-        if rows.size >= _LEAST_UNLISTED and moved > _MAX_UNLISTED * noise:
-            worst = rows[np.argmax(change[rows])]
-            yield Finding(
-                "inconclusive",
-                f"On {kind} the log-probability of {rows.size} corpus tokens outside the recorded "
-                f"ids moves by {moved:.3g}, that of the listed words by {noise:.3g} (rms), and "
-                f"noise moves both alike; most in segment {c.segments[c.segment[worst]].id}, "
-                f"position {c.pos[worst]}: by {change[worst]:.3g}.",
-                "The KL sees these words as one: look at the output head's rows and its shards, "
-                "or record both with --full_vocabulary.",
-            )
-
-
-def _offset_segments(case: Case) -> Iterator[Finding]:
-    """Segments that are worse than allowed, which others, better than normal, make up for.
-
-    The mean of ln R with every segment that is better than normal taken as normal, over the same of
-    the normal producers: for any candidate that is alike in all segments no more than ln R.
-    """
-    for row in case.band.rows:
-        if row.mean is None or row.context is not None:
-            continue
-        values = case.evidence.values(row)
-        if not np.isfinite(values).any():
-            continue
-        inside = np.array([segment.kind == row.kind for segment in case.band.segments])
-        own, normal = (
-            float(np.nanmean(np.maximum(v, 0.0)))
-            for v in (values, case.normals_apart[row.statistic][:, inside])
-        )
-        allowed = case.band.limits[row.key].allowed
-        if own - normal > allowed and float(np.nanmean(values)) < allowed:
-            share = float(np.mean(values[np.isfinite(values)] > allowed))
-            yield Finding(
-                "inconclusive",
-                f"On {row.kind} ({row.stratum}) {share:.0%} of the segments are above the "
-                f"{row.shown(allowed):.4g} allowed, and others better than normal make up for "
-                f"them: without these the mean would be {math.exp(own - normal):.4g}.",
-                "Two code paths ran: find out what the segments of each have in common.",
-            )
-            return
 
 
 def repeatability(case: Case) -> Iterator[Finding]:

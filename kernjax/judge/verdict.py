@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kernjax.base.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
-from kernjax.judge import metrics, rules
+from kernjax.judge import concealed, metrics, rules
 from kernjax.judge.band import Band
 from kernjax.judge.case import SEVERITIES, Case, Finding
 from kernjax.judge.changes import changes
@@ -153,7 +153,7 @@ def _judged(case: Case) -> Verdict:
     flips, flip_findings = rules.confident_flips(case)
     gates = [nonfinite, *decide(case.evidence, band.rows, band.limits), flips]
     findings += [*flip_findings, *rules.gate_findings(case, gates)]
-    findings += [*rules.single_segments(case, gates), *rules.unlisted_words(case)]
+    findings += [*concealed.single_segments(case, gates), *concealed.unlisted_words(case)]
     further = rules.further_segments(gates)
     depths, laws = _isolated(case)
     thin, thin_segments = rules.coverage(case)

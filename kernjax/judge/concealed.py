@@ -1,0 +1,126 @@
+"""What the gates' means conceal: segments far off, worse beside better ones, unlisted words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kernjax.judge import metrics
+from kernjax.judge.case import LISTED, SEGMENT_STATISTICS, Case, Finding
+from kernjax.judge.gates import Gate, Outcome
+
+_SEGMENT_MARGIN = 2.0
+_LEAST_SEGMENT = math.log(1.25)
+"""On ln R: how far beyond the normals' largest segment one has to be, and the least that counts."""
+
+_MAX_UNLISTED, _LEAST_UNLISTED = 2.0, 50
+"""Change of unlisted words over that of listed ones (0.5 to 1.2 for 24 policies of the demo, right
+or wrong), and the fewest positions that tell it."""
+
+
+def single_segments(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
+    """Segments beyond anything that normal runs do, while the mean over segments hides them.
+
+    A stale slot shows in single segments, and a mean over all is kind to it. And a segment that is
+    the reference to the last bit, among others that are not, was not made by the candidate: it
+    only makes the mean smaller.
+    """
+    c = case.comparison
+    if any(gate.outcome is Outcome.FAIL for gate in gates):
+        return
+    worst: dict[int, tuple[float, str]] = {}
+    for name, normals in case.normals_apart.items():
+        values = case.evidence.statistics.get(name)
+        if values is not None:
+            limit = max(_SEGMENT_MARGIN * float(np.nanmax(normals)), _LEAST_SEGMENT)
+            for index in np.nonzero(values > limit)[0]:
+                found = float(values[index]), SEGMENT_STATISTICS[name]
+                worst[index] = max(worst.get(index, found), found)
+    if worst:
+        first = sorted(worst, key=lambda index: -worst[index][0])
+        listed = "; ".join(
+            f"{case.segments[i].id} {math.exp(ratio):.3g} {place}".rstrip()
+            for i in first[:LISTED]
+            for ratio, place in (worst[i],)
+        )
+        yield Finding(
+            "inconclusive",
+            f"{len(worst)} of {len(case.segments)} segments have a KL that no normal run comes "
+            f"near in any segment, whatever the mean over all; times normal: {listed}.",
+            "A stale state or slot shows in single segments: run these again, alone and in "
+            "another order.",
+        )
+    yield from _offset_segments(case)
+    rows = np.nonzero(case.rows)[0]
+    differs = np.bincount(c.segment[rows], c.kl[rows] != 0, minlength=len(case.segments)) > 0
+    normal = np.min([n.mean_log["level"] for n in case.normals], axis=0) > math.log(
+        metrics.KL_FLOOR
+    )
+    dead = np.nonzero(~differs & normal)[0]
+    if dead.size and differs.any():
+        yield Finding(
+            "inconclusive",
+            f"{dead.size} of {len(case.segments)} segments equal the reference to the last bit, "
+            f"the others do not; the first: {case.segments[dead[0]].id}.",
+            "Another producer wrote them: record the candidate again, as a whole.",
+        )
+
+
+def unlisted_words(case: Case) -> Iterator[Finding]:
+    """The words outside the recorded ids, which are one cell of the KL: is each where it was?
+
+    Noise moves all logits alike, so that the corpus's token, where it is none of the listed ids,
+    moves as much as listed words do there; those of a wrong shard of the output head do not.
+    """
+    c = case.comparison
+    if c.unlisted is None or c.upper is not None:
+        return
+    change = np.abs(c.candidate_target - c.reference_target)
+    kinds = np.array([s.kind for s in case.segments])[c.segment]
+    for kind in sorted(set(kinds.tolist())):
+        rows = np.nonzero((kinds == kind) & c.finite & c.unlisted)[0]
+        noise = metrics.logit_noise(c.margin_change[rows])
+        moved = math.sqrt(float(np.mean(change[rows] ** 2))) if rows.size else 0.0
+        if rows.size >= _LEAST_UNLISTED and moved > _MAX_UNLISTED * noise:
+            worst = rows[np.argmax(change[rows])]
+            yield Finding(
+                "inconclusive",
+                f"On {kind} the log-probability of {rows.size} corpus tokens outside the recorded "
+                f"ids moves by {moved:.3g}, that of the listed words by {noise:.3g} (rms), and "
+                f"noise moves both alike; most in segment {c.segments[c.segment[worst]].id}, "
+                f"position {c.pos[worst]}: by {change[worst]:.3g}.",
+                "The KL sees these words as one: look at the output head's rows and its shards, "
+                "or record both with --full_vocabulary.",
+            )
+
+
+def _offset_segments(case: Case) -> Iterator[Finding]:
+    """Segments that are worse than allowed, which others, better than normal, make up for.
+
+    The mean of ln R with every segment that is better than normal taken as normal, over the same of
+    the normal producers: for any candidate that is alike in all segments no more than ln R.
+    """
+    for row in case.band.rows:
+        if row.mean is None or row.context is not None:
+            continue
+        values = case.evidence.values(row)
+        if not np.isfinite(values).any():
+            continue
+        inside = np.array([segment.kind == row.kind for segment in case.band.segments])
+        own, normal = (
+            float(np.nanmean(np.maximum(v, 0.0)))
+            for v in (values, case.normals_apart[row.statistic][:, inside])
+        )
+        allowed = case.band.limits[row.key].allowed
+        if own - normal > allowed and float(np.nanmean(values)) < allowed:
+            share = float(np.mean(values[np.isfinite(values)] > allowed))
+            yield Finding(
+                "inconclusive",
+                f"On {row.kind} ({row.stratum}) {share:.0%} of the segments are above the "
+                f"{row.shown(allowed):.4g} allowed, and others better than normal make up for "
+                f"them: without these the mean would be {math.exp(own - normal):.4g}.",
+                "Two code paths ran: find out what the segments of each have in common.",
+            )
+            return
