@@ -209,6 +209,12 @@ def _check_flags() -> None:
             "--twin, --repeat, --greedy and --force_routes run the candidate; --candidate is a"
             " finished one."
         )
+    if _CANDIDATE.value and _LIMIT.value is not None:
+        raise UserError(
+            "--limit is given beside --candidate, which is judged as it is.",
+            "--limit says how much of the corpus to run.",
+            "Drop it, or record a part with kernjax.record --limit.",
+        )
     for flag, other in (("again", _AGAIN.value), ("incumbent", _INCUMBENT.value)):
         if other and _CANDIDATE.value and Path(other).resolve() == Path(_CANDIDATE.value).resolve():
             raise UserError(

@@ -192,6 +192,7 @@ def test_a_kernel_of_a_wrong_shape_is_refused(capsys, tmp_path, monkeypatch):
         ([], "There is no candidate"),
         (["--policy", "fp8", "--candidate", "x"], "one candidate"),
         (["--candidate", "nowhere"], "nowhere"),
+        (["--candidate", bundled("bf16"), "--limit", "1"], "--limit is given beside"),
         (["--policy", "fp8", "--band", "nowhere.json"], "nowhere.json"),
         (["--policy", "fp88"], "fp8"),
         (["--candidate", bundled("bf16"), "--incumbent", "nowhere"], "nowhere"),

@@ -88,6 +88,13 @@ ATTACKS = {
     "rescored, after a chunk's edge, times 9": lambda r: (r.rescored & (r.pos % 64 < 4), 9),
     "one decode step in 128 times 9": lambda r: (r.decode & (r.step == 64), 9),
     "the step that fills a block times 9": lambda r: (r.decode & (r.pos % 64 == 63), 9),
+    "one decode step inside a block times 8": lambda r: (r.decode & (r.step == 17), 8),
+    "the first place of every page of 16 times 1.6": lambda r: (r.decode & (r.pos % 16 == 0), 1.6),
+    "every second step times 1.8, the others 0.2": lambda r: (
+        r.decode,
+        np.where(r.step % 2 == 0, 1.8, 0.2),
+    ),
+    "rescored, one place of a page of 32 times 3": lambda r: (r.rescored & (r.pos % 32 == 5), 3),
     "the first decode steps times 4": lambda r: (r.decode & (r.step < 4), 4),
     "the last decode steps times 4": lambda r: (r.decode & (r.step >= 120), 4),
     "one segment times 3": lambda r: (r.decode & (r.segment == 7), 3),
@@ -151,6 +158,20 @@ def test_rows_of_the_reference_itself(reference, candidate, band, share):
     verdict = judge(compare(reference, dataclasses.replace(worse, **columns)), band)
     assert verdict.outcome is Outcome.INCONCLUSIVE
     assert any("rows are the reference's to the last bit" in f.text for f in verdict.findings)
+
+
+def test_rows_that_prefill_made_are_not_decode(reference, candidate, band):
+    """What is called decode is what prefill said of the same tokens: a warning, since engines may
+    run the same arithmetic in both."""
+    rows = Rows(candidate)
+    columns = {}
+    for name in ("top_logprobs", "tail_logprob", "target_logprobs", "top1_ids", "margins"):
+        columns[name] = (values := getattr(candidate, name).copy())
+        values[rows.decode] = values[rows.rescored]
+    verdict = judge(compare(reference, dataclasses.replace(candidate, **columns)), band)
+    assert any("decode did not run" in f.text for f in verdict.findings)
+    usual = judge(compare(reference, candidate), band)
+    assert not any("decode did not run" in f.text for f in usual.findings)
 
 
 @pytest.mark.parametrize("peers", [3, 5])

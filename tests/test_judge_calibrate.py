@@ -180,6 +180,18 @@ def test_known_bad_recordings(corpus, normals):
         calibrate(None, normals, [bad, corpus.producer(Effect("harmless", ratio=0.3))])
 
 
+def test_a_known_bad_recording_has_to_fail(corpus, normals):
+    """Above the limit, but not beyond the chance of it."""
+    for ratio in (1.1, 1.12, 1.15, 1.2):
+        slight = corpus.producer(Effect("slight", ratio=ratio))
+        try:
+            band = calibrate(None, normals, [slight])
+        except UserError as error:
+            assert "gap of" in str(error) or "within the chance of it" in str(error)
+        else:
+            assert band.bad[0]["verdict"] == "FAIL"
+
+
 def test_normals_of_different_references(normals):
     other = dataclasses.replace(normals[0], reference_identity="another")
     with pytest.raises(UserError, match="2 different references"):

@@ -319,6 +319,15 @@ def _check_bad(band: Band, comparison: Comparison) -> dict[str, Any]:
             "Narrower producers or more segments lower the limits; a deeper corpus may raise the "
             "bad one's effect.",
         )
+    if verdict.outcome != "FAIL":
+        raise UserError(
+            f"The known-bad recording {name} is {verdict.outcome} by this band: {worst.name}, "
+            f"{worst.stratum}, is {worst.observed:.4g} of {worst.allowed:.4g} allowed, within the "
+            "chance of it.",
+            "Every known-bad recording FAILs by the band that is made against it.",
+            "Record it on the whole corpus, or on more segments; narrower producers lower the "
+            "limits.",
+        )
     return {
         "name": label(comparison.candidate_manifest, name),
         "digest": comparison.candidate_digest,

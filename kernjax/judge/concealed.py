@@ -9,15 +9,26 @@ import numpy as np
 
 from kernjax.judge import metrics
 from kernjax.judge.case import LISTED, SEGMENT_STATISTICS, Case, Finding
+from kernjax.judge.comparison import PHASES, RESCORE
 from kernjax.judge.gates import Gate, Outcome
 
 _SEGMENT_MARGIN = 2.0
 _LEAST_SEGMENT = math.log(1.25)
 """On ln R: how far beyond the normals' largest segment one has to be, and the least that counts."""
 
+_PERIODS = 2 ** np.arange(1, 8)
+_MAX_DEVIATION, _LEAST_CLASS = 6.0, 16
+"""Standard errors by which a decode step, or a place in every so many positions, may lie off the
+others (3.5 at most for 18 right policies of the demo), and the fewest rows that tell it."""
+
 _MAX_UNLISTED, _LEAST_UNLISTED = 2.0, 50
 """Change of unlisted words over that of listed ones (0.5 to 1.2 for 24 policies of the demo, right
 or wrong), and the fewest positions that tell it."""
+
+
+def findings(case: Case, gates: Sequence[Gate]) -> list[Finding]:
+    """All of them."""
+    return [*single_segments(case, gates), *single_steps(case), *unlisted_words(case)]
 
 
 def single_segments(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
@@ -93,6 +104,47 @@ def unlisted_words(case: Case) -> Iterator[Finding]:
                 f"position {c.pos[worst]}: by {change[worst]:.3g}.",
                 "The KL sees these words as one: look at the output head's rows and its shards, "
                 "or record both with --full_vocabulary.",
+            )
+
+
+def single_steps(case: Case) -> Iterator[Finding]:
+    """Decode steps, and places in a page of keys, whose KL is unlike that of all others.
+
+    A fault of one step, or of every sixteenth position, moves the mean over 128 steps little, and
+    faults of both signs not at all. ln KL less its segment's mean has no reason to depend on the
+    step; the same step of all segments, or the same place of all pages, is one class.
+    """
+    c = case.comparison
+    for phase in (case.band.level, RESCORE):
+        rows = np.nonzero((c.phase == phase) & c.finite)[0]
+        if not rows.size:
+            continue
+        segment, position = c.segment[rows], c.pos[rows]
+        values = np.log(np.maximum(c.kl[rows], metrics.KL_FLOOR))
+        values = (
+            values - (np.bincount(segment, values) / np.maximum(np.bincount(segment), 1))[segment]
+        )
+        spread = float(values.std())
+        contexts = np.array([s.context_len for s in case.segments])
+        step = position - contexts[segment]
+        classes = [("step {}", step - step.min())]
+        classes += [(f"positions {{}} of every {period}", position % period) for period in _PERIODS]
+        worst = (0.0, "", 1.0)
+        for name, numbers in classes:
+            count = np.bincount(numbers)
+            mean = np.bincount(numbers, values) / np.maximum(count, 1)
+            off = np.where(count >= _LEAST_CLASS, np.abs(mean) * np.sqrt(count), 0.0)
+            place = int(off.argmax())
+            if spread and off[place] / spread > worst[0]:
+                worst = off[place] / spread, name.format(place), math.exp(mean[place])
+        if worst[0] > _MAX_DEVIATION:
+            yield Finding(
+                "inconclusive",
+                f"The {PHASES[phase]} rows at {worst[1]} have {worst[2]:.3g} times the KL of the "
+                f"others, {worst[0]:.3g} standard errors off: the KL of a right producer does not "
+                "go by the step.",
+                "Look at what the kernel does there: a page's or a block's first or last key, a "
+                "step that rescales or flushes.",
             )
 
 

@@ -42,6 +42,14 @@ def notes(case: Case) -> Iterator[Finding]:
             "normal producer.",
             "Make sure that it ran at the production's precision.",
         )
+    scored_twice = c.self_kl[np.isfinite(c.self_kl)]
+    if scored_twice.size and not scored_twice.any():
+        yield Finding(
+            "warning",
+            "Every decoded row equals the rescored one, in which a prefill of the same tokens "
+            "scores it: decode did not run, or runs the same arithmetic.",
+            "Make sure that the rows called decode were decoded token by token.",
+        )
     own, window = c.candidate_manifest.get("prefill_window"), c.prefill_window
     if own and window and own != window:
         yield Finding(

@@ -153,7 +153,7 @@ def _judged(case: Case) -> Verdict:
     flips, flip_findings = rules.confident_flips(case)
     gates = [nonfinite, *decide(case.evidence, band.rows, band.limits), flips]
     findings += [*flip_findings, *rules.gate_findings(case, gates)]
-    findings += [*concealed.single_segments(case, gates), *concealed.unlisted_words(case)]
+    findings += concealed.findings(case, gates)
     further = rules.further_segments(gates)
     depths, laws = _isolated(case)
     thin, thin_segments = rules.coverage(case)
