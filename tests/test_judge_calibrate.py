@@ -223,6 +223,7 @@ def test_from_recordings():
     [
         ("", "is no band"),
         ("[1]", "is no band"),
+        ("null", "is no band: TypeError: it holds no object"),
         ('{"schema_version": 99}', "schema version 99"),
         ('{"schema_version": 1}', "schema version 1"),
         ('{"schema_version": 2}', "damaged"),
@@ -298,6 +299,17 @@ def test_an_edited_band_is_not_believed(tmp_path, band):
         path.write_text(json.dumps(data))
         with pytest.raises(UserError, match=r"was changed.*kernjax\.calibrate.*Restore it"):
             judge(None, path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"limits": None}, {"production_policy": None}, {"deploy_context": -1}, {"strata": 3}],
+)
+def test_a_band_of_other_types(tmp_path, band, change):
+    path = tmp_path / "band.json"
+    write(path, band.to_dict() | change)
+    with pytest.raises(UserError, match="damaged"):
+        Band.load(path)
 
 
 def test_a_band_cut_short_or_edited(tmp_path, band):

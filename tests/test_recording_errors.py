@@ -81,6 +81,16 @@ def test_newer_schema(complete):
 def test_too_few_ids(complete):
     edit(complete, "manifest.json", lambda m: m.update(top_k=5))
     assert "top_k=5" in refusal(load_recording, complete)
+    edit(complete, "manifest.json", lambda m: m.update(top_k="20"))
+    assert "top_k='20'" in refusal(load_recording, complete)
+
+
+@pytest.mark.parametrize("segments", [None, [1, 2, 3, 4], {"a": 1}])
+def test_segments_of_another_type(complete, segments):
+    edit(complete, "complete.json", lambda m: m.update(segments=segments))
+    assert "do not belong together" in refusal(load_recording, complete)
+    edit(complete, "manifest.json", lambda m: m.update(segments=segments))
+    assert "lists no segments" in refusal(load_recording, complete)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "complete.json"])

@@ -123,6 +123,8 @@ class Band:
             ) from error
         try:
             data = json.loads(text)
+            if not isinstance(data, dict):
+                raise TypeError("it holds no object")
             version = data["schema_version"]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
@@ -137,7 +139,7 @@ class Band:
             )
         try:
             return replace(cls.from_dict(data), path=os.fspath(path))
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise UserError(
                 f"The band {path} is damaged: {type(error).__name__}: {error}.",
                 "A band file is only ever written by kernjax.calibrate.",
@@ -163,6 +165,11 @@ class Band:
         normals = tuple(_summary_from_dict(entry, len(segments)) for entry in data["normals"])
         if not normals:
             raise ValueError("no normals")
+        policy, deploy = data["production_policy"], data["deploy_context"]
+        if not isinstance(policy, str) or not (deploy is None or isinstance(deploy, int)):
+            raise TypeError(f"production_policy {policy!r}, deploy_context {deploy!r}")
+        if deploy is not None and deploy < 1:
+            raise ValueError(f"deploy_context {deploy}")
         band = cls(
             reference=dict(data["reference"]),
             producers=list(data["producers"]),
@@ -174,8 +181,8 @@ class Band:
             margins=dict(data["margins"]),
             strata=list(data["strata"]),
             detection_floor=dict(data["detection_floor"]),
-            production_policy=str(data["production_policy"]),
-            deploy_context=data["deploy_context"],
+            production_policy=policy,
+            deploy_context=deploy,
             bad=list(data["bad"]),
             settings=dict(data["settings"]),
         )

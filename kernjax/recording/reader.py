@@ -208,7 +208,8 @@ def _check_schema(root: Store, manifest: dict[str, Any]) -> None:
             f"{root.name} is not a recording: its manifest.json has schema_version={version!r}.",
             todo="Make one with kernjax.record.",
         )
-    if not isinstance(manifest.get("segments"), list):
+    segments = manifest.get("segments")
+    if not isinstance(segments, list) or not all(isinstance(one, dict) for one in segments):
         raise UserError(
             f"{root.name} is not a recording: its manifest.json lists no segments.",
             todo="Make one with kernjax.record.",
@@ -219,9 +220,10 @@ def _check_schema(root: Store, manifest: dict[str, Any]) -> None:
             f"This kernjax reads up to version {SCHEMA_VERSION}.",
             "Install a newer kernjax.",
         )
-    if manifest.get("top_k", 0) < TOP_K:
+    top_k = manifest.get("top_k", 0)
+    if not isinstance(top_k, int) or top_k < TOP_K:
         raise UserError(
-            f"Recording {root.name} keeps top_k={manifest.get('top_k')} ids a row.",
+            f"Recording {root.name} keeps top_k={top_k!r} ids a row.",
             f"At least {TOP_K} are needed: below, too much of the distribution is in `other`.",
             "Record again with a larger K.",
         )
@@ -231,7 +233,9 @@ def _checked_checksums(
     store: Store, manifest: dict[str, Any], complete: dict[str, Any]
 ) -> list[str]:
     """The segments' checksums, where manifest.json and complete.json belong together."""
-    checksums = [str(segment.get("sha256")) for segment in complete.get("segments", [])]
+    listed = complete.get("segments")
+    listed = listed if isinstance(listed, list) else []
+    checksums = [str(one.get("sha256") if isinstance(one, dict) else one) for one in listed]
     if (
         sha256_bytes(canonical_json(manifest)) != complete.get("manifest_sha256")
         or len(checksums) != len(manifest["segments"])
