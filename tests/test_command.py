@@ -92,6 +92,8 @@ def test_flagfile(tmp_path):
     (tmp_path / "run.flags").write_text("# a comment\n--model=here\n--engine=transformers\n")
     assert run_toy([f"--flagfile={tmp_path}/run.flags"], flags=flags) == 0
     assert (flags["model"].value, flags["engine"].value) == ("here", "transformers")
+    assert run_toy([f"--flagfile={tmp_path}/run.flags", "--model=there"], flags=flags) == 0
+    assert flags["model"].value == "there"
 
 
 def test_help_prints_the_manual_even_without_required_flags(capsys):
@@ -121,6 +123,7 @@ def test_help_prints_the_manual_even_without_required_flags(capsys):
         ([], "--model is missing."),
         (["--model="], "--model is missing."),
         (["--model=m", "stray"], "'stray' is not a flag."),
+        (["--model=m", "--model", "n"], "--model is given 2 times."),
         (["--flagfile=/no/such/file"], "/no/such/file"),
     ],
 )
@@ -255,6 +258,19 @@ def test_control_c():
     out, err = process.communicate(timeout=60)
     assert process.returncode == 3
     assert err == "kernjax.toy: interrupted.\n"
+    assert last_json(out)["exit_code"] == 3
+
+
+def test_control_c_does_not_wait_for_what_still_runs():
+    """A compiler's thread, say, of which Python would wait for the end."""
+    process = python(
+        "import threading; threading.Thread(target=time.sleep, args=(50,)).start();"
+        ' print("started", flush=True); time.sleep(50)'
+    )
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 3 and err == "kernjax.toy: interrupted.\n"
     assert last_json(out)["exit_code"] == 3
 
 

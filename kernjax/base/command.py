@@ -26,6 +26,7 @@ exit code 3 and one line on standard error.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -82,7 +83,23 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 def run(main: Main, flags: Flags) -> NoReturn:
     """Runs a command on `sys.argv` and ends the process with its exit code."""
-    code = execute(main, flags, sys.argv[1:])
+    interrupted = False
+
+    def noting(words: list[str]) -> int | None:
+        nonlocal interrupted
+        try:
+            return main(words)
+        except KeyboardInterrupt:
+            interrupted = True
+            raise
+
+    code = execute(noting, flags, sys.argv[1:])
+    if interrupted:
+        # Threads of the compiler and of XLA still run: Python would wait for them for half a
+        # minute, or crash as it shuts down under them.
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(code)
     sys.exit(code)
 
 

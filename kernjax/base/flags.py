@@ -148,6 +148,7 @@ class Flags(absl_flags.FlagValues):
             raise UserError(f"{error}.", todo=self._see_help()) from None
         if self["help"].value:
             return words
+        self._refuse_repeated(argv)
         missing = [
             f"--{name}"
             for name, entry in self._entries().items()
@@ -163,6 +164,19 @@ class Flags(absl_flags.FlagValues):
                 self._see_help(),
             )
         return words
+
+    def _refuse_repeated(self, argv: Sequence[str]) -> None:
+        """The last one would count, and nobody would know of the others. A flag file's values may
+        be replaced: that is what a recipe is for."""
+        names = [word.lstrip("-").partition("=")[0] for word in argv if word.startswith("-")]
+        for name in dict.fromkeys(names):
+            known = name in self and not isinstance(self[name], absl_flags.MultiFlag)
+            if known and names.count(name) > 1 and name != "flagfile":
+                raise UserError(
+                    f"--{name} is given {names.count(name)} times.",
+                    f"{self.command_name} takes one.",
+                    "Keep the one that you mean.",
+                )
 
     def given(self) -> list[str]:
         """The flags that differ from their defaults, one word each, as a command line takes them.

@@ -48,7 +48,8 @@ def changes(case: Case) -> tuple[str, tuple[tuple[str, str, str], ...]]:
     setup = [
         {key: one[key] for key in _SETUP if key in ours and key in theirs} for one in (ours, theirs)
     ]
-    return name, tuple([*found, *manifest_differences(*setup)])
+    # The prefill window is a field of the policy and stands beside it.
+    return name, tuple(dict.fromkeys([*found, *manifest_differences(*setup)]))
 
 
 def _production(case: Case) -> tuple[str, Mapping[str, Any] | None]:
