@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernjax.judge import Outcome, calibrate, judge
+from kernjax.judge.gates import Gate
 from kernjax.judge.simulate import Corpus, Design, Effect
 from kernjax.reporting import render_text
 from kernjax.reporting.layout import WIDTH, interval, number, ratio, safe, shorten, table
@@ -150,6 +151,22 @@ def test_tables_fit(names):
 def test_numbers():
     assert number(None) == "-" and number(float("nan")) == "-"
     assert number(3) == "3" and number(3.0) == "3" and number(0.12345) == "0.123"
-    assert ratio(1.006) == "1.01" and ratio(1234.5) == "1.23e+03" and ratio(None) == "-"
+    assert ratio(1.006) == "1.01" and ratio(1234.5) == "1234" and ratio(None) == "-"
     assert interval(1.0, 0.9, 1.1) == "1.00 [0.90, 1.10]"
     assert interval(None, None, None) == "-" and interval(2.0, None, None) == "2.00"
+
+
+def test_strata_can_be_told_apart_beside_large_ratios():
+    gates = [
+        Gate("decode_vs_prefill", f"rescored {kind}, geometric", "ratio", 1.0, 0.9, 1.1, 1.07,
+             Outcome.PASS, p_value=1.0)
+        for kind in ("code", "prose")
+    ]  # fmt: skip
+    far = Gate("edges", "document", "ratio", 2423.0, 1926.0, 3041.0, 1.165, Outcome.FAIL, p_value=0)
+    cells = [
+        [g.name, g.stratum, interval(g.observed, g.low, g.high), "1.165", "1e-300", "FAIL"]
+        for g in [*gates, far]
+    ]
+    text = table(["gate", "stratum", "observed", "allowed", "p", "outcome"], cells, 2, 2)
+    assert "rescored code, geometric" in text and "rescored prose, geometric" in text
+    assert "2423 [1926, 3041]" in text and max(map(len, text.splitlines())) <= 100

@@ -29,9 +29,11 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """A ratio near 1 to two decimals, others to three digits."""
+    """A ratio near 1 to two decimals, large ones whole, others to three digits."""
     if value is None or not math.isfinite(value):
         return "-"
+    if 100 <= value < 1e5:  # shorter than 2.42e+03, and the names beside it stay whole
+        return f"{value:.0f}"
     return f"{value:.2f}" if 0.1 <= value < 100 else f"{value:.3g}"
 
 
