@@ -194,3 +194,14 @@ def test_every_gate_is_explained():
         assert {gate.name for gate in make().gates} <= set(GATES)
         line = verdict_line(make())
         assert line["changes"] == [list(row) for row in make().changes]
+
+
+def test_where_names_the_edges():
+    """ "Just after edges" alone does not lead to a document's first token."""
+    verdict = red()
+    far = [g for g in verdict.gates if g.name != "edges"]
+    edges = dataclasses.replace(
+        far[0], name="edges", stratum="document", kind=None, outcome=verdict.outcome
+    )
+    where = dict(in_short(dataclasses.replace(verdict, gates=(*far, edges))))["Where"]
+    assert "ust after edges (document)" in where

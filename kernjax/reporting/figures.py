@@ -63,7 +63,7 @@ def figures(
         "steps": [_steps(comparison, band, kind, rows & (kinds == kind)) for kind in names],
         "scatter": scatter(comparison, rows, kinds, names),
         "margins": _margins(comparison, band, rows),
-        "worst": _worst(comparison, band.level, reference, candidate, text_of),
+        "worst": _worst(comparison, reference, candidate, text_of),
     }
 
 
@@ -168,15 +168,14 @@ def _margins(comparison: Comparison, band: Band, rows: np.ndarray) -> dict[str, 
 
 def _worst(
     comparison: Comparison,
-    level: int,
     reference: Recording,
     candidate: Recording,
     text_of: TextOf | None,
 ) -> list[dict[str, Any]]:
-    """The rows of the largest KL with what both said there; values that are not finite first."""
-    index = np.nonzero(comparison.phase == level)[0]
-    size = np.where(comparison.finite[index], comparison.kl[index], np.inf)
-    order = index[np.argsort(-size, kind="stable")][:_WORST]
+    """The rows of the largest KL, of any phase, with what both said there; values that are not
+    finite first."""
+    size = np.where(comparison.finite, comparison.kl, np.inf)
+    order = np.argsort(-size, kind="stable")[:_WORST]
     if len(reference) != len(comparison.pos):  # a part of the corpus
         reference = reference.select([s.id for s in comparison.segments])
 
@@ -185,7 +184,7 @@ def _worst(
         return [int(number), text]
 
     return [
-        _position(comparison, level, int(row), reference, candidate, token)
+        _position(comparison, int(row), reference, candidate, token)
         for row in order
         if comparison.kl[row] > 0 or not comparison.finite[row]
     ]
@@ -193,7 +192,6 @@ def _worst(
 
 def _position(
     comparison: Comparison,
-    level: int,
     row: int,
     reference: Recording,
     candidate: Recording,
@@ -202,7 +200,7 @@ def _position(
     segment = comparison.segments[comparison.segment[row]]
     near = np.nonzero(
         (comparison.segment == comparison.segment[row])
-        & (comparison.phase == level)
+        & (comparison.phase == comparison.phase[row])
         & (comparison.pos > comparison.pos[row] - _BEFORE)
         & (comparison.pos <= comparison.pos[row] + _AFTER)
     )[0]
@@ -211,6 +209,7 @@ def _position(
         "kind": segment.kind,
         "context_len": segment.context_len,
         "pos": int(comparison.pos[row]),
+        "phase": PHASES[comparison.phase[row]],
         "kl": _short(comparison.kl[row]) if comparison.finite[row] else None,
         "margin": _short(comparison.margin[row]),
         "flipped": bool(comparison.flipped[row] | comparison.tie_flipped[row]),

@@ -274,7 +274,13 @@ def _position(row: Mapping[str, Any]) -> dict[str, Any]:
 
     return {
         "place": f"{show(row['segment'], _NAME)} at {row['pos']}",
-        "about": f"{show(row['kind'], 40)}, context {row['context_len']}",
+        "about": ", ".join(
+            [
+                show(row["kind"], 40),
+                f"context {row['context_len']}",
+                show(str(row.get("phase", "")), 20),
+            ]
+        ).removesuffix(", "),
         "kl": "not finite" if row["kl"] is None else f"{nats(row['kl'])} nats",
         "margin": number(row["margin"]),
         "flipped": row["flipped"],

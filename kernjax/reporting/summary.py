@@ -150,7 +150,10 @@ def _kinds(verdict: Verdict) -> Iterator[str]:
 
 def _elsewhere(verdict: Verdict) -> Iterator[str]:
     rows = [gate for gate in verdict.gates if gate.outcome is verdict.outcome]
-    yield from (text for name, text in _ELSEWHERE.items() if any(g.name == name for g in rows))
+    for name, text in _ELSEWHERE.items():
+        strata = [gate.stratum for gate in rows if gate.name == name]
+        if strata:
+            yield f"{text} ({', '.join(strata)})" if name == "edges" else text
     own = {gate.kind is not None for gate in rows if gate.name == "decode_vs_prefill"}
     if False in own:
         yield "decode differs from one prefill call over the same tokens"
