@@ -49,4 +49,8 @@ class Instrument:
         return ("--model", str(self.model), "--corpus", str(self.corpus), "--batch_size", "8")
 
     def record(self, module, *argv: str) -> int:
-        return run(module, *self.subject, *argv)
+        """A command on all this; what `argv` gives takes the place of the subject's own."""
+        given = {word.partition("=")[0] for word in argv}
+        pairs = zip(self.subject[::2], self.subject[1::2], strict=True)
+        subject = [word for pair in pairs if pair[0] not in given for word in pair]
+        return run(module, *subject, *argv)
