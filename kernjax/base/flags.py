@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import re
 import shlex
 import textwrap
@@ -13,6 +14,8 @@ from typing import Any
 from absl import flags as absl_flags
 
 from kernjax.base.errors import UserError
+
+log = logging.getLogger("kernjax")
 
 Holder = absl_flags.FlagHolder  # `.value`: what the command line says, or the default
 
@@ -148,7 +151,7 @@ class Flags(absl_flags.FlagValues):
             raise UserError(f"{error}.", todo=self._see_help()) from None
         if self["help"].value:
             return words
-        self._refuse_repeated(argv)
+        self._tell_repeated(argv)
         missing = [
             f"--{name}"
             for name, entry in self._entries().items()
@@ -165,17 +168,17 @@ class Flags(absl_flags.FlagValues):
             )
         return words
 
-    def _refuse_repeated(self, argv: Sequence[str]) -> None:
-        """The last one would count, and nobody would know of the others. A flag file's values may
-        be replaced: that is what a recipe is for."""
+    def _tell_repeated(self, argv: Sequence[str]) -> None:
+        """The last one counts, as scripts expect that put theirs behind a default; it is said."""
         names = [word.lstrip("-").partition("=")[0] for word in argv if word.startswith("-")]
         for name in dict.fromkeys(names):
             known = name in self and not isinstance(self[name], absl_flags.MultiFlag)
             if known and names.count(name) > 1 and name != "flagfile":
-                raise UserError(
-                    f"--{name} is given {names.count(name)} times.",
-                    f"{self.command_name} takes one.",
-                    "Keep the one that you mean.",
+                log.warning(
+                    "--%s is given %d times: the last counts, %s.",
+                    name,
+                    names.count(name),
+                    self[name].value,
                 )
 
     def given(self) -> list[str]:
