@@ -182,6 +182,22 @@ def test_a_failure_reaches_the_others(kind):
     }
 
 
+def test_who_fails_too_has_heard_of_the_first_failure():
+    """Else the first waits for it in vain, longer than the coordinator stays."""
+    ready = threading.Barrier(2, timeout=20)
+
+    def body(pod: Joined) -> str | None:
+        pod.watch(lambda failure: None)
+        pod.announced = pod.index == 0  # it fails as well, and is about to say so
+        ready.wait()
+        if pod.index == 0:
+            return None
+        pod.announce("flags differ")
+        return pod._client.blocking_key_value_get("kernjax/heard/0", 500)
+
+    assert together(2, body) == [None, ""]
+
+
 def test_a_pod_of_one_needs_nobody():
     pod = Pod()
     pod.barrier("x")

@@ -133,18 +133,20 @@ class Joined(Pod):
 
         def wait() -> None:
             announced = json.loads(self._wait(_FAILURE))
-            if self.announced:
-                return
-            kind = HostLost if announced["again"] else UserError
-            self.failure = kind(
-                f"process {announced['index']} of {self.count} failed, and with it the run:"
-                f" {announced['message']}"
-            )
+            if not self.announced:
+                kind = HostLost if announced["again"] else UserError
+                self.failure = kind(
+                    f"process {announced['index']} of {self.count} failed, and with it the run:"
+                    f" {announced['message']}"
+                )
             try:
+                # Said also by one that fails itself: unheard, the first would wait on, and be ended
+                # by the coordinator's end before it has told its own error.
                 self._client.key_value_set(f"kernjax/heard/{self.index}", "")
             except Exception:
                 pass  # the coordinator is gone: this process ends all the same
-            on_failure(self.failure)
+            if self.failure is not None:
+                on_failure(self.failure)
 
         threading.Thread(target=wait, name="kernjax-pod", daemon=True).start()
 
