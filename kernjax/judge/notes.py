@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from kernjax.judge import metrics
-from kernjax.judge.case import Case, Finding
+from kernjax.judge.case import LISTED, Case, Finding
 from kernjax.judge.gates import CONFIDENCE, TESTED, Row
 
-_LISTED = 5
 _BLIND = 4.0
 """A gate row that allows more than this many times the normal difference sees little."""
 
@@ -72,7 +71,7 @@ def notes(case: Case) -> Iterator[Finding]:
         spread = 1.4826 * float(np.median(np.abs(above)))
         odd = np.nonzero(case.measured)[0][above > max(6 * spread, math.log(2))]
         if odd.size:
-            names = ", ".join(case.segments[i].id for i in odd[:_LISTED])
+            names = ", ".join(case.segments[i].id for i in odd[:LISTED])
             yield Finding(
                 "warning",
                 f"{odd.size} segments have a ratio far above all others': {names}.",
@@ -110,8 +109,8 @@ def _about_the_band(case: Case) -> Iterator[Finding]:
         yield Finding(
             "warning",
             f"{len(blind)} gate rows allow more than {_BLIND:g} times the normal difference: "
-            + "; ".join(blind[:_LISTED])
-            + ("; ..." if len(blind) > _LISTED else "."),
+            + "; ".join(blind[:LISTED])
+            + ("; ..." if len(blind) > LISTED else "."),
             "Record a larger corpus and calibrate on it.",
         )
     if absent := [gate for gate in TESTED if all(row.gate != gate for row in band.rows)]:
