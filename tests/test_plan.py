@@ -29,13 +29,13 @@ from kernjax.planning.chips import CHIPS, GIB, parse_topology
 from kernjax.planning.compiler import Memory, TooLarge, too_large
 from kernjax.planning.models import default_mesh, model_names, read_format, read_model
 from kernjax.precision import parse_policy
-from kernjax.weights.sharding import MESH_AXES
+from kernjax.weights.sharding import abstract_mesh
 
 TINY = ModelConfig.from_dict(CONFIG)
 
 
 def mesh(data: int = 1, sequence: int = 1, fsdp: int = 1, tensor: int = 1) -> AbstractMesh:
-    return AbstractMesh((data, sequence, fsdp, tensor), MESH_AXES)
+    return abstract_mesh({"data": data, "sequence": sequence, "fsdp": fsdp, "tensor": tensor})
 
 
 def setup(policy: str = "bf16", context: int = 1024, batch: int = 1, config=TINY, **axes: int):

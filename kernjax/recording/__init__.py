@@ -6,6 +6,7 @@ TensorStore only, no jax.
 """
 
 from kernjax.recording.comparable import check_comparable as check_comparable
+from kernjax.recording.files import is_complete as is_complete
 from kernjax.recording.manifest import SCHEMA_VERSION as SCHEMA_VERSION
 from kernjax.recording.manifest import TOP_K as TOP_K
 from kernjax.recording.manifest import build_manifest as build_manifest

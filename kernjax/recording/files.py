@@ -8,6 +8,7 @@ being overwritten).
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,6 +90,13 @@ def settle(root: Store) -> None:
         promote(root)
     if root.read(COMPLETE) is not None and root.keys(MARKERS):
         root.delete(MARKERS)
+
+
+def is_complete(path: str | os.PathLike[str]) -> bool:
+    """Whether a complete recording lies at `path`, after `settle`."""
+    root = Store.open(path)
+    settle(root)
+    return root.read(COMPLETE) is not None
 
 
 def promote(root: Store) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from kernjax.recording import (
     RecordingWriter,
     build_manifest,
     identity_diff,
+    is_complete,
     load_recording,
 )
 from kernjax.recording.manifest import complete_manifest, flatten
@@ -27,6 +29,8 @@ from kernjax.scoring.positions import PREFILL, RESCORE, prefill_positions
 from kernjax.scoring.producer import Following, JaxProducer, Producer, Shape, check_tokenizer
 from kernjax.scoring.routes import ROUTE_GAPS, ROUTE_IDS, TOKEN_ROUTE_IDS, recorded_experts
 from kernjax.texts import Corpus, Segment
+
+log = logging.getLogger("kernjax")
 
 EXTRAS = ("hidden_sketch", "logprobs", ROUTE_IDS, ROUTE_GAPS, TOKEN_ROUTE_IDS)
 
@@ -75,8 +79,8 @@ def record_corpus(
     corpus); without one the rows are the producer's own top 20. A run that stopped goes on at the
     batches whose segments are missing; batches are always cut from the whole corpus, so that what
     shares a batch, and with it every bit, does not depend on where a run stopped. `reuse` takes a
-    complete recording of the same producer as it is, which otherwise is an error. What `following`
-    producers need compiles beside this one's run.
+    complete recording of the same producer as it is, which otherwise is an error (not in a pod).
+    What `following` producers need compiles beside this one's run.
 
     The processes of a `pod` write one recording. Where the producer lies on devices of all of them,
     they compute every batch together and each writes its share of the segments; otherwise each
@@ -100,10 +104,20 @@ def record_corpus(
         batch_size=batch_size,
         reference=None if reference is None else reference.identity,
     )
-    if reuse and (Path(out) / "complete.json").is_file():
-        existing = load_recording(out)
-        if not identity_diff(existing.manifest, complete_manifest(manifest, segments)):
-            return existing.identity
+    if pod.count > 1:
+        pod.check_same(
+            "inputs",
+            flatten(manifest) | {"segments": sha256_json(segments), "--out": str(out)},
+            "Give every host the same files, versions and devices.",
+        )
+        # A host may be lost after the last segment, and all are started again.
+        reuse = not overwrite
+    if reuse:
+        existing = pod.broadcast("complete", lambda: _existing(out, manifest, segments))
+        if existing is not None:
+            if pod.count > 1 and pod.is_first:
+                log.info("%s is complete already, made of these inputs: nothing was computed", out)
+            return existing
     writer, missing = _open(pod, out, manifest, segments, overwrite)
     batches = [b for b in _batches(corpus.segments, batch_size) if missing & set(b)]
     together = getattr(producer, "spans_hosts", False)
@@ -152,6 +166,17 @@ def _shapes(corpus: Corpus, plans: Sequence[RowPlan], batches: Iterable[list[int
     ]
 
 
+def _existing(
+    out: str | Path, manifest: dict[str, Any], segments: Sequence[dict[str, Any]]
+) -> str | None:
+    """The identity of a complete recording of the same producer at `out`; None where none is."""
+    if not is_complete(out):
+        return None
+    existing = load_recording(out)
+    same = not identity_diff(existing.manifest, complete_manifest(manifest, segments))
+    return existing.identity if same else None
+
+
 def _open(
     pod: Pod,
     out: str | Path,
@@ -163,11 +188,6 @@ def _open(
     if pod.count == 1:
         writer = RecordingWriter.open_or_create(out, manifest, segments, overwrite)
         return writer, set(writer.missing())
-    pod.check_same(
-        "inputs",
-        flatten(manifest) | {"segments": sha256_json(segments), "--out": str(out)},
-        "Give every host the same files, versions and devices.",
-    )
     if pod.is_first:
         writer = RecordingWriter.open_or_create(out, manifest, segments, overwrite)
         ticket = pod.broadcast("ticket", writer.issue_ticket)

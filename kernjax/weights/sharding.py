@@ -23,6 +23,10 @@ from kernjax.model.params import abstract_params, leaves, tree_of
 # Outermost first: the more an axis has to send, the nearer its devices should be to each other.
 MESH_AXES = ("data", "sequence", "fsdp", "tensor")
 
+# The compiler propagates shardings. Said, for the defaults of jax change: a mesh without devices is
+# of type Explicit from 0.12 on.
+_AUTO = (AxisType.Auto,) * len(MESH_AXES)
+
 RULES: Mapping[str, str | None] = {
     "batch": "data",
     "slots": "sequence",  # of keys and values; recurrent states have none, every part has them
@@ -94,10 +98,15 @@ def check_mesh(config: ModelConfig, text: str) -> AbstractMesh:
 
     Needs no devices: a laptop can say it of a pod's mesh.
     """
-    mesh = AbstractMesh(tuple(parse_mesh_sizes(text).values()), MESH_AXES)
+    mesh = abstract_mesh(parse_mesh_sizes(text))
     for _, spec in leaves(abstract_params(config)):
         partition_spec(spec.axes, spec.units, mesh)
     return mesh
+
+
+def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    """A mesh without devices, of the sizes that `parse_mesh_sizes` gives."""
+    return AbstractMesh(tuple(sizes[axis] for axis in MESH_AXES), MESH_AXES, axis_types=_AUTO)
 
 
 def cache_shardings(config: ModelConfig, cache: Cache, mesh: Mesh) -> Cache:
@@ -189,7 +198,7 @@ def parse_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
     # As jax.make_mesh does, but for axes that no product of a TPU slice's own axes makes, as 32 of
     # 4 x 4 x 4 chips: those are split.
     grid = create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Mesh(grid, MESH_AXES, axis_types=_AUTO)
 
 
 def format_mesh(mesh: Mesh | AbstractMesh) -> str:
