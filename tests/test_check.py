@@ -212,7 +212,8 @@ def test_calibrate_gives_the_bundled_band_again(capsys, tmp_path):
     ours, theirs = (
         json.loads(path.read_text()) for path in (out, demo_recording("demo.band.json"))
     )
-    assert ours["limits"] == theirs["limits"]
+    for name in ("limits", "margins", "strata", "normals", "detection_floor", "segments"):
+        assert ours[name] == theirs[name], name
     capsys.readouterr()
     assert run(calibrate, *normals, "--out", str(out)) == 3
     assert "--overwrite" in capsys.readouterr().err

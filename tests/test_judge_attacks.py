@@ -123,6 +123,22 @@ ATTACKS = {
     "1 % of the positions times 100": lambda r: (r.decode & (r.some < 0.01), 100),
     "the prompt's last position times 2": lambda r: (r.last, 2),
     "prefill's edges times 2": lambda r: (r.prefill & ~r.last, 2),
+    "the last position times 5, in one kind and depth": lambda r: (
+        r.last & r.code & r.deep,
+        5,
+    ),
+    "decode's first steps times 2.5, in one kind and depth": lambda r: (
+        r.decode & (r.step < 4) & ~r.code & ~r.deep,
+        2.5,
+    ),
+    "the steps that fill a block times 2.5, in one kind and depth": lambda r: (
+        r.decode & (r.pos % 64 == 63) & r.code & ~r.deep,
+        2.5,
+    ),
+    "chunk edges times 1.6, in one kind and depth": lambda r: (
+        r.prefill & ~r.last & (r.pos >= 64) & ~r.code & r.deep,
+        1.6,
+    ),
     "one kind of text times 1.15": lambda r: (r.decode & r.code, 1.15),
     "one depth times 1.3": lambda r: (r.decode & r.deep, 1.3),
 }
@@ -142,6 +158,25 @@ def test_no_pass(reference, candidate, band, name):
     assert verdict.outcome is not Outcome.PASS
     severe = {"fail", "inconclusive"}
     assert [f for f in verdict.findings if f.severity in severe]
+
+
+@pytest.mark.parametrize("code", [False, True])
+@pytest.mark.parametrize("deep", [False, True])
+def test_the_last_position_of_one_kind_and_depth(reference, candidate, band, code, deep):
+    """Its gate has one mean over four: it stays below what is allowed, and the cell is named."""
+    rows = Rows(candidate)
+    inside = rows.last & (rows.code == code) & (rows.deep == deep)
+    attack = moved(reference, candidate, np.where(inside, 5.0, 1.0))
+    verdict = judge(compare(reference, attack), band)
+    (gate,) = [g for g in verdict.gates if g.name == "prefill_last"]
+    assert gate.observed < gate.allowed and verdict.outcome is Outcome.INCONCLUSIVE
+    place = f"on {'code' if code else 'prose'} at context {2048 if deep else 512} it is "
+    (found,) = [f.text for f in verdict.findings if "one mean over 4 kinds and depths" in f.text]
+    assert "Gate prefill_last" in found and place in found
+    own = np.log(compare(reference, candidate).kl[inside]) + np.log(5.0)
+    normal = np.log([compare(reference, load(name)).kl[inside] for name in OTHERS])
+    ratio = float(found.split(place)[1].split(",")[0])
+    assert ratio == pytest.approx(np.exp(np.mean(own - normal.mean(axis=0))), rel=0.05)
 
 
 @pytest.mark.parametrize("share", [0.02, 0.5, 1.0])

@@ -13,6 +13,7 @@ from kernjax.base.errors import UserError
 from kernjax.judge import Band, calibrate, judge
 from kernjax.judge.band import content_sha256
 from kernjax.judge.limits import flip_limits, leave_one_out, limits_of
+from kernjax.judge.margin_tables import confident_range, largest_range, margin_tables
 from kernjax.judge.simulate import Corpus, Design, Effect
 
 RNG = np.random.default_rng(8)
@@ -82,6 +83,55 @@ def test_the_confident_margin_is_rarely_passed_by_another_normal(corpus, normals
         for c in (corpus.producer() for _ in range(40))
     ]
     assert sum(count > 0 for count in beyond) <= 5  # 0.02 expected a run; the largest alone: 8
+
+
+def test_flip_margins_follow_from_the_counts(corpus, band, normals):
+    """What a band keeps bounds both margins to a few parts in a hundred, on drawn corpora too."""
+    drawn = [
+        [one.producer() for _ in range(4)]
+        for seed in range(6)
+        for one in (Corpus(dataclasses.replace(DESIGN, per_cell=4), np.random.default_rng(seed)),)
+    ]
+    for producers in (normals, *drawn):
+        tables, limits = margin_tables(producers), flip_limits(producers)
+        low, high = confident_range(tables, len(producers), limits["largest"])
+        assert low <= limits["confident"] <= high < 1.3 * low
+        low, high = largest_range(tables)
+        assert low <= limits["largest"] <= high
+    counted = sum(sum(table["rows"]) for table in band.margins["tables"].values())
+    assert counted == np.sum(normals[0].margin > 0.05)
+    changes = sum(sum(table["changes"]) for table in band.margins["tables"].values())
+    assert changes == sum(
+        np.sum((c.margin > 0.05) & (np.abs(c.margin_change) > 0.05)) for c in normals
+    )
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"prose": None}, "damaged.*of the kinds"),
+        ({"prose": {"rows": [9], "changes": [-1], "flips": []}}, "damaged.*no counts"),
+        ({"prose": {"rows": [1], "changes": [99], "flips": []}}, "damaged.*99 changes of 5 rows"),
+        ({"prose": {"rows": [0] * 400, "changes": [], "flips": []}}, "damaged.*no counts"),
+        ({"prose": {"rows": [1], "changes": []}}, "damaged"),
+        ({"prose": 3}, "damaged"),
+        (None, "damaged"),
+    ],
+)
+def test_counts_that_are_none(tmp_path, band, tables, message):
+    data = json.loads(json.dumps(band.to_dict()))
+    none = {"rows": [], "changes": [], "flips": []}
+    kinds = {} if tables == {"prose": None} else {"code": none}
+    data["margins"]["tables"] = tables and kinds | tables
+    for entry in data["margins"]["bins"]:
+        entry["flips"] = 0.0
+    for normal in data["normals"]:
+        normal["flips"] = {}
+    data["flip_bins"] = []
+    path = tmp_path / "band.json"
+    write(path, data)
+    with pytest.raises(UserError, match=message):
+        Band.load(path)
 
 
 def test_the_confident_margin_by_hand():
@@ -226,7 +276,8 @@ def test_from_recordings():
         ("null", "is no band: TypeError: it holds no object"),
         ('{"schema_version": 99}', "schema version 99"),
         ('{"schema_version": 1}', "schema version 1"),
-        ('{"schema_version": 2}', "damaged"),
+        ('{"schema_version": 2}', "schema version 2"),
+        ('{"schema_version": 3}', "damaged"),
     ],
 )
 def test_files_that_are_no_band(tmp_path, content, message):
@@ -279,6 +330,11 @@ def test_an_edited_band_is_not_believed(tmp_path, band):
         "detection floor": edited("detection_floor", "prose", value=1.01),
         "flips in the bins": edited("flip_bins", value=[[1, 2]]),
         "producers": edited("producers", value=written["producers"][:4]),
+        "confident_margin": edited("margins", "confident_margin", value=5.0),
+        "confident_margin is": edited("margins", "confident_margin", value=0.051),
+        "largest_flip_margin": edited("margins", "largest_flip_margin", value=0.9),
+        "flips by margin": edited("margins", "bins", 1, "flips", value=0.0),
+        "decides on prefill": edited("level", value="prefill"),
         "limit level": edited("normals", 0, "mean_log", "level", value=[-9.0] * len(band.segments)),
     }
     for message, data in cases.items():
@@ -290,7 +346,6 @@ def test_an_edited_band_is_not_believed(tmp_path, band):
             Band.load(path)
     # What cannot be computed again from the file: the hash alone tells.
     for data in (
-        edited("margins", "confident_margin", value=5.0),
         edited("settings", "max_allowed_ratio", value=9.0),
         edited("reference", "identity", value="another"),
         edited("producers", 1, "digest", value="another"),

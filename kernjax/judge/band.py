@@ -4,7 +4,7 @@ It holds the normal producers' per-segment numbers (so that a candidate can be p
 without their recordings), the limits derived from them, quantiles for people, and every identity.
 `kernjax.judge.calibrate` makes one; nothing else changes it. A file is believed only as far as it
 agrees with itself: its content has a hash, and what follows from the normals' numbers (limits, flip
-bins, detection floor) is computed again when it is read.
+bins, flip margins, detection floor) is computed again when it is read.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ import numpy as np
 
 from kernjax.base.errors import UserError
 from kernjax.base.hashing import sha256_json
-from kernjax.judge.comparison import PHASES, Comparison, Segment
+from kernjax.judge.comparison import DECODE, PHASES, Comparison, Segment
 from kernjax.judge.gates import Limit, Row, predeclared
 from kernjax.judge.limits import leave_one_out, limits_of, merge_flip_bins
-from kernjax.judge.metrics import MARGIN_LABELS
+from kernjax.judge.margin_tables import confident_range, largest_range
+from kernjax.judge.metrics import MARGIN_EDGES, MARGIN_LABELS
 from kernjax.judge.summaries import GROUPS, Summary
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MIN_NORMALS = 4
 IN_MEMORY = "in memory"
 _DIGITS = 1e-5
 """Relative: limits are kept to six digits, and sums differ in the last bits between machines."""
 
+_FIRST_COUNTED = 2  # the first bin of margins that the tables of flips count
 _DECIMALS = 6
 _MASS_DECIMALS = 9
 
@@ -188,6 +190,7 @@ class Band:
         )
         band._check_numbers()
         band._check_limits()
+        band._check_flip_margins()
         return band
 
     def _check_numbers(self) -> None:
@@ -197,6 +200,13 @@ class Band:
             raise UserError(
                 f"The band names {len(self.producers)} producers and has the numbers of {count}.",
                 f"Expected the numbers of each, and at least {MIN_NORMALS}.",
+                _CALIBRATE,
+            )
+        decoded = "early" in self.normals[0].log_mean
+        if decoded != (self.level == DECODE):
+            raise UserError(
+                f"The band decides on {PHASES[self.level]} rows.",
+                f"Its normals have {'' if decoded else 'no '}decoded ones.",
                 _CALIBRATE,
             )
         numbers = {
@@ -260,6 +270,33 @@ class Band:
                 f"Its normals' numbers give {floor}.",
                 _CALIBRATE,
             )
+
+    def _check_flip_margins(self) -> None:
+        """UserError unless the flip margins are what the normals' counts give."""
+        tables, largest = self.margins["tables"], self.margins["largest_flip_margin"]
+        if tables.keys() != {segment.kind for segment in self.segments}:
+            raise ValueError(f"counts by margin of the kinds {sorted(tables)}")
+        flips = np.sum([normal.flips.sum(axis=0) for normal in self.normals], axis=0)
+        shown = [entry["flips"] * len(self.normals) for entry in self.margins["bins"]]
+        counted = sum(sum(table["flips"]) for table in tables.values())
+        # The counts are of all phases, from a margin of 0.05 on; the normals' of the deciding one.
+        if not np.allclose(shown, flips, rtol=_DIGITS) or counted < flips[_FIRST_COUNTED:].sum():
+            raise UserError(
+                f"The band's normals have {flips.tolist()} flips by margin.",
+                f"Its tables say {[float(f'{n:.6g}') for n in shown]}, and {counted} from "
+                f"{MARGIN_EDGES[1]:.2g} on.",
+                _CALIBRATE,
+            )
+        for name, (low, high) in (
+            ("largest_flip_margin", largest_range(tables)),
+            ("confident_margin", confident_range(tables, len(self.normals), largest)),
+        ):
+            if not low * (1 - _DIGITS) <= self.margins[name] <= high * (1 + _DIGITS):
+                raise UserError(
+                    f"The band's {name} is {self.margins[name]:.6g}.",
+                    f"Its normals' counts by margin put it between {low:.6g} and {high:.6g}.",
+                    _CALIBRATE,
+                )
 
 
 _CALIBRATE = "A band file is only ever written by kernjax.calibrate: calibrate again."

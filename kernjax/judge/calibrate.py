@@ -26,6 +26,7 @@ from kernjax.judge.comparison import PHASES, Comparison, Segment, compare, label
 from kernjax.judge.gates import Evidence, Row, decide, predeclared
 from kernjax.judge.intervals import Estimate
 from kernjax.judge.limits import flip_limits, leave_one_out, limits_of, merge_flip_bins
+from kernjax.judge.margin_tables import margin_tables
 from kernjax.judge.metrics import MARGIN_LABELS, logit_noise, margin_bin
 from kernjax.judge.quantiles import t_upper_tail
 from kernjax.judge.summaries import Summary, level_phase, summarise
@@ -370,6 +371,7 @@ def _margins(comparisons: Sequence[Comparison], level: int) -> dict[str, Any]:
         ],
         "largest_flip_margin": limits["largest"],
         "confident_margin": limits["confident"],
+        "tables": margin_tables(comparisons),
         "sigma": float(f"{logit_noise(changes):.6g}"),
         "change_quantiles": {
             f"{q:g}": float(f"{np.quantile(changes, q):.6g}") for q in (*_QUANTILES, 1.0)

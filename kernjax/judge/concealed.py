@@ -1,4 +1,4 @@
-"""What the gates' means conceal: segments far off, worse beside better ones, unlisted words."""
+"""What the gates' means conceal: segments or cells far off, worse beside better, unlisted words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 from kernjax.judge import metrics
 from kernjax.judge.case import LISTED, SEGMENT_STATISTICS, Case, Finding
 from kernjax.judge.comparison import PHASES, RESCORE
-from kernjax.judge.gates import Gate, Outcome
+from kernjax.judge.gates import Evidence, Gate, Outcome, Row
+from kernjax.judge.quantiles import t_quantile
 
 _SEGMENT_MARGIN = 2.0
 _LEAST_SEGMENT = math.log(1.25)
@@ -21,6 +22,9 @@ _MAX_DEVIATION, _LEAST_CLASS = 6.0, 16
 """Standard errors by which a decode step, or a place in every so many positions, may lie off the
 others (3.5 at most for 18 right policies of the demo), and the fewest rows that tell it."""
 
+_CELL_ALARM = 0.01
+"""The chance that one more normal run has any cell beyond what is expected of it."""
+
 _MAX_UNLISTED, _LEAST_UNLISTED = 2.0, 50
 """Change of unlisted words over that of listed ones (0.5 to 1.2 for 24 policies of the demo, right
 or wrong), and the fewest positions that tell it."""
@@ -28,7 +32,12 @@ or wrong), and the fewest positions that tell it."""
 
 def findings(case: Case, gates: Sequence[Gate]) -> list[Finding]:
     """All of them."""
-    return [*single_segments(case, gates), *single_steps(case), *unlisted_words(case)]
+    return [
+        *single_segments(case, gates),
+        *single_cells(case, gates),
+        *single_steps(case),
+        *unlisted_words(case),
+    ]
 
 
 def single_segments(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
@@ -77,6 +86,69 @@ def single_segments(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
             f"the others do not; the first: {case.segments[dead[0]].id}.",
             "Another producer wrote them: record the candidate again, as a whole.",
         )
+
+
+def single_cells(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
+    """A kind and depth that is far off where a gate has one mean over several of them.
+
+    The cells of one row are of one noise: what a normal run's cell mean is, against the other
+    normals, has one spread over all cells and normals, by which the largest cell of a candidate is
+    judged, corrected for all the cells of all such rows. Level and rescored rows have a gate row of
+    their own for each depth; growth is judged by what it grows to.
+    """
+    if any(gate.outcome is Outcome.FAIL for gate in gates):
+        return
+    pairs = sorted({(s.kind, s.context_len) for s in case.segments})
+    cell = np.array([pairs.index((s.kind, s.context_len)) for s in case.segments])
+    normals = [
+        Evidence(case.segments, normal, [*case.normals[:i], *case.normals[i + 1 :]])
+        for i, normal in enumerate(case.normals)
+    ]
+    pooled = {}
+    for row in case.band.rows:
+        if row.contrast == "mean" and row.mean is None and row.gate != "growth_decode":
+            own = _cell_means(case.evidence.values(row), cell)
+            others = np.stack([_cell_means(normal.values(row), cell) for normal in normals])
+            known = np.isfinite(own) & np.isfinite(others).all(axis=0)
+            if known.sum() > 1:
+                places = [pair for pair, usable in zip(pairs, known, strict=True) if usable]
+                pooled[row] = places, own[known], others[:, known]
+    tests = sum(_sides(row) * len(places) for row, (places, _, _) in pooled.items())
+    for row, (places, own, others) in pooled.items():
+        count, centre = len(others), float(others.mean())
+        df = (count - 1) * len(places)
+        spread = math.sqrt(float(np.sum((others - others.mean(axis=0)) ** 2)) / df)
+        if row.statistic != "self":  # there a normal is measured against all, not the others
+            spread *= (count - 1) / count
+        reach = t_quantile(1 - _CELL_ALARM / tests, df) * spread * math.sqrt(1 + 1 / count)
+        # What the gate allows everywhere is allowed in one place.
+        reach = max(reach, case.band.limits[row.key].allowed - centre)
+        excess = own - centre if _sides(row) == 1 else np.abs(own - centre)
+        worst = int(excess.argmax())
+        if excess[worst] > reach:
+            kind, context = places[worst]
+            limit = centre + math.copysign(reach, own[worst] - centre)
+            yield Finding(
+                "inconclusive",
+                f"Gate {row.gate} ({row.stratum}) is one mean over {len(places)} kinds and depths: "
+                f"on {kind} at context {context} it is {row.shown(float(own[worst])):.4g}, and no "
+                f"normal run is expected beyond {row.shown(limit):.4g} in any of them.",
+                "Look at what is different there: a length, or a kind of text, that takes another "
+                "path.",
+            )
+
+
+def _sides(row: Row) -> int:
+    """Changes of mass are wrong in either direction."""
+    return 2 if row.quantity == "mass" else 1
+
+
+def _cell_means(values: np.ndarray, cell: np.ndarray) -> np.ndarray:
+    """[cells] mean of the finite values, NaN where there are none."""
+    inside = np.isfinite(values)
+    count = np.bincount(cell[inside], minlength=cell.max() + 1)
+    total = np.bincount(cell[inside], values[inside], minlength=cell.max() + 1)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
 def unlisted_words(case: Case) -> Iterator[Finding]:
