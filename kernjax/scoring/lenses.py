@@ -63,7 +63,7 @@ def run_lenses(
             limit=limit,
             same_experts=same_experts,
             following=following,
-            on_progress=announce(f"{name} {policy}"),
+            on_progress=announce(_title(name, policy, kernels)),
         )
 
     if lenses.same_experts:  # what is missing shows before anything runs
@@ -92,3 +92,10 @@ def run_lenses(
     if lenses.same_experts:
         runs.same_experts = record("same_experts", policy, kernels, lenses.limit, True)
     return runs
+
+
+def _title(name: str, policy: Policy, kernels: Mapping[str, Kernel] | None) -> str:
+    """What is run, as progress and cost name it: the kernels, where there are any, come first."""
+    if not kernels:
+        return f"{name} {policy}"
+    return f"{name} {', '.join(kernel.name for kernel in kernels.values())} on {policy}"
