@@ -23,7 +23,8 @@ from flax import nnx
 from kernjax.model import Decoder, ModelConfig, forward, init_cache, logits, plan_execution
 from kernjax.model.params import random_params
 from kernjax.precision import parse_policy
-from kernjax.weights import load_params, save_hf
+from kernjax.scoring.producer import Checkpoint
+from kernjax.weights import save_hf
 
 CONFIG = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -71,7 +72,7 @@ class Ours:
     def __init__(self, directory: Path, dtype: str) -> None:
         self.config = ModelConfig.from_directory(directory)
         name = {"f32": "float32", "bf16": "bfloat16"}[dtype]
-        decoder = Decoder(self.config, load_params(directory, self.config, dtype=name))
+        decoder = Decoder(self.config, Checkpoint(directory).params(name))
         self.execution = plan_execution(parse_policy(dtype), self.config.num_layers)
         graph, self.params = nnx.split(decoder)
 

@@ -27,6 +27,7 @@ from kernjax.model.layers import dot, layer_norm
 from kernjax.model.moe import Routes
 from kernjax.model.pattern import Captured, Carry, Step, run_pattern
 from kernjax.model.residual import Mixture, Stream, new_stream
+from kernjax.model.separate import OneOf, Separate
 from pallas_kernels.formats import round_to, store
 
 
@@ -205,7 +206,7 @@ class _Layers:
 
         def run(name: str, index: jax.Array, carry: Carry) -> tuple[Carry, Captured]:
             graph, experts, params = self._parts[name]
-            layer = nnx.merge(graph, experts, jax.tree.map(lambda leaf: row(leaf, index), params))
+            layer = nnx.merge(graph, experts, _of_layer(params, index))
             at = _looked_up(rows[name], index)
             distinct, table = plans[name]
             forced = None
@@ -250,6 +251,15 @@ class _Layers:
                 None if columns is None else jax.tree.map(lambda leaf: leaf[:, columns], routes)
             )
         return (new._replace(x=x), cache.keys, cache.values, cache.conv, cache.state), routes
+
+
+def _of_layer(params: Any, index: jax.Array) -> Any:
+    """Every stack's parameters of one layer."""
+
+    def of(leaf: jax.Array | Separate) -> jax.Array | OneOf:
+        return leaf.row(index) if isinstance(leaf, Separate) else row(leaf, index)
+
+    return jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, Separate))
 
 
 def _looked_up(table: np.ndarray, index: jax.Array) -> jax.Array:

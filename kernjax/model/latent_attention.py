@@ -24,6 +24,7 @@ from kernjax.model.cache import Cache
 from kernjax.model.config import ModelConfig
 from kernjax.model.execution import LayerCall
 from kernjax.model.layers import contract, linear, plain_rms_norm, rounder
+from kernjax.model.separate import whole
 from kernjax.precision import LayerPolicy
 from pallas_kernels.formats import store
 
@@ -53,7 +54,7 @@ class LatentAttention(nnx.Module):
         policy, r, sizes = plan.policy, rounder(plan.policy), config.latent
         batch, time, _ = x.shape
         rank, start = sizes.kv_rank, cache.length
-        w = self.kv_b[...].reshape(rank, config.num_heads, sizes.nope_dim + sizes.value_dim)
+        w = whole(self.kv_b[...]).reshape(rank, config.num_heads, sizes.nope_dim + sizes.value_dim)
         w_k, w_v = w[..., : sizes.nope_dim], w[..., sizes.nope_dim :]
 
         q = self._query(x, policy, config).reshape(batch, time, config.num_heads, config.head_dim)

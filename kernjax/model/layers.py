@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kernjax.model.config import SITU, ModelConfig
+from kernjax.model.separate import OneOf
 from kernjax.precision import LayerPolicy
 from pallas_kernels.formats import BF16, round_to, store
 
@@ -21,13 +22,15 @@ from pallas_kernels.formats import BF16, round_to, store
 Glu: TypeAlias = Callable[[jax.Array, jax.Array, LayerPolicy], jax.Array]
 
 
-def linear(x: jax.Array, weight: jax.Array, policy: LayerPolicy) -> jax.Array:
+def linear(x: jax.Array, weight: jax.Array | OneOf, policy: LayerPolicy) -> jax.Array:
     """x [..., D] @ weight [D, F], accumulated in float32, stored as activations [..., F]."""
     return store(dot(x, weight, policy), policy.activations)
 
 
-def dot(x: jax.Array, weight: jax.Array, policy: LayerPolicy) -> jax.Array:
+def dot(x: jax.Array, weight: jax.Array | OneOf, policy: LayerPolicy) -> jax.Array:
     """x [..., D] @ weight [D, F] -> float32 [..., F], not rounded."""
+    if isinstance(weight, OneOf):
+        return weight.apply(lambda x, matrix: contract("...d,fd->...f", x, matrix, policy), x)
     return contract("...d,df->...f", x, weight, policy)
 
 

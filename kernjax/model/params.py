@@ -106,6 +106,11 @@ class ParamSpec:
     def size(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64))
 
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is a matrix [in, out] of every layer of a stack."""
+        return len(self.shape) == 3 and self.initializer is _fan_in
+
     def dtype(self, default: DTypeLike) -> np.dtype:
         """The dtype this parameter has in a model whose weights are `default`."""
         return DTYPES["float32"] if self.keep_float32 else np.dtype(default)

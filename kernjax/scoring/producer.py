@@ -22,6 +22,7 @@ from kernjax.base.hashing import sha256_bytes, sha256_file
 from kernjax.model import Decoder, ModelConfig, plan_execution
 from kernjax.model.packed import Packed
 from kernjax.model.params import DTYPES, abstract_params, leaves, tree_of
+from kernjax.model.separate import separated, suits
 from kernjax.plugins import Kernel, check_called, check_layers, check_lse, check_policy
 from kernjax.pods import Pod
 from kernjax.precision import Policy, executed_sites
@@ -119,6 +120,8 @@ class Checkpoint:
                 packed=packed,
                 progress=self._progress,
             )
+            if suits(self.mesh):
+                loaded = separated(loaded, self.config)
             self._held = (dtype, packed), loaded
         return self._held[1]
 
@@ -266,7 +269,7 @@ def scorer_of_shapes(
         for path, spec in leaves(abstract_params(config))
     )
     execution = plan_execution(policy, config.num_layers)
-    decoder = Decoder(config, shapes)
+    decoder = Decoder(config, separated(shapes, config) if suits(None) else shapes)
     return Scorer(decoder, execution, policy.prefill_window, full=full, routes=routes)
 
 
@@ -305,10 +308,10 @@ def rounded(params: Mapping[str, Any], config: ModelConfig, weights: Format) -> 
     if weights.is_exact or _load_dtype(weights) != "float32":
         return dict(params)
 
-    def on_grid(leaf: jax.Array | Packed) -> jax.Array | Packed:
+    def on_grid(leaf: Any) -> Any:
         if isinstance(leaf, Packed):
             return dataclasses.replace(leaf, rounding=weights)
-        return round_to(leaf, weights)
+        return jax.tree.map(lambda array: round_to(array, weights), leaf)
 
     return tree_of(
         (path, leaf if specs[path].keep_float32 else on_grid(leaf)) for path, leaf in leaves(params)

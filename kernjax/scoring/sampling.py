@@ -14,8 +14,8 @@ from flax import nnx
 from kernjax.base.errors import UserError
 from kernjax.model import Decoder, Execution, forward, init_cache, logits, plan_execution
 from kernjax.precision import parse_policy
+from kernjax.scoring.producer import Checkpoint
 from kernjax.texts import Prompt, Segment
-from kernjax.weights import load_model
 
 _STEPS = 256  # tokens a compiled call; between calls a terminal may interrupt
 
@@ -38,7 +38,8 @@ def sample_segments(
     `prompt.kind` and id `prompt.id`.
     """
     total = context_len + score_len + 1
-    decoder = load_model(directory, dtype="float32")
+    checkpoint = Checkpoint(directory)
+    decoder = Decoder(checkpoint.config, checkpoint.params("float32"))
     vocab = decoder.config.vocab_size
     for prompt in prompts:
         if len(prompt.ids) and int(prompt.ids.max()) >= vocab:

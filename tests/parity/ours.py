@@ -13,6 +13,7 @@ from flax import nnx
 
 from kernjax.model import (
     Cache,
+    Decoder,
     Execution,
     forward,
     init_cache,
@@ -22,7 +23,7 @@ from kernjax.model import (
 )  # fmt: skip
 from kernjax.model.config import FULL, LINEAR
 from kernjax.precision import parse_policy
-from kernjax.weights import load_model
+from kernjax.scoring.producer import Checkpoint
 from pallas_kernels.formats import BF16, from_bits, round_to
 
 from .trace import Cached, Trace
@@ -33,8 +34,9 @@ class Model:
 
     def __init__(self, directory: Path, policy: str, kernels: dict | None = None) -> None:
         parsed = parse_policy(policy)
-        self.decoder = load_model(directory, dtype=parsed.weights.dtype)
-        self.config = self.decoder.config
+        checkpoint = Checkpoint(directory)
+        self.config = checkpoint.config
+        self.decoder = Decoder(self.config, checkpoint.params(parsed.weights.dtype))
         self.execution = plan_execution(parsed, self.config.num_layers, kernels)
         graph, self._params = nnx.split(self.decoder)
         self._prefill = jax.jit(functools.partial(_call, graph, self.execution, False))

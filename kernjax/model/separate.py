@@ -1,0 +1,81 @@
+"""Stacks of matrices held as an array a layer, for CPUs.
+
+Inside the scan over layers a matrix is read out of its stack: XLA's CPU compiler copies it first,
+and of bfloat16 it makes a float32 copy of the whole stack in every call. Matrices that are arrays
+of their own are read where they lie. Which one a layer takes is known only in the loop, so a
+product with one becomes a `lax.switch` over the layers' products, each of them one call of a
+library: what is compiled hardly grows with depth.
+
+They are held as the files have them, [out, in]: products of few rows are up to twice as quick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from kernjax.model.config import ModelConfig
+from kernjax.model.packed import Packed
+from kernjax.model.params import abstract_params, leaves, tree_of
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Separate:
+    """Matrices [F, D] of one shape and dtype in place of a stack [layers, D, F]."""
+
+    matrices: tuple[Any, ...]
+
+    def row(self, index: jax.Array) -> OneOf:
+        return OneOf(self.matrices, index)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """The matrix [F, D] of a layer, not read yet: matrices[index], index int32 []."""
+
+    matrices: tuple[jax.Array, ...]
+    index: jax.Array
+
+    def __getitem__(self, key: Any) -> OneOf:
+        """[...] only, as code reads any parameter."""
+        if key is not Ellipsis:
+            raise TypeError(
+                f"OneOf[{key!r}]: of a matrix that is not read yet only [...] is known."
+            )
+        return self
+
+    def apply(self, function: Callable[[Any, jax.Array], jax.Array], x: Any) -> jax.Array:
+        """function(x, matrices[index])."""
+        branches = [lambda x, matrix=matrix: function(x, matrix) for matrix in self.matrices]
+        return jax.lax.switch(self.index, branches, x)
+
+
+def whole(matrix: jax.Array | OneOf) -> jax.Array:
+    """The matrix [D, F] itself."""
+    return matrix.apply(lambda x, chosen: chosen.T, ()) if isinstance(matrix, OneOf) else matrix
+
+
+def suits(mesh: Mesh | AbstractMesh | None) -> bool:
+    """Whether programs of this process run quicker on separate matrices."""
+    return mesh is None and jax.default_backend() == "cpu"
+
+
+def separated(params: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """The tree of parameters (arrays or shapes) with `Separate` in place of stacks of matrices."""
+    specs = dict(leaves(abstract_params(config)))
+
+    def one(leaf: Any) -> Separate:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return Separate((jax.ShapeDtypeStruct(leaf.shape[:0:-1], leaf.dtype),) * leaf.shape[0])
+        return Separate(tuple(leaf[layer].T for layer in range(leaf.shape[0])))
+
+    return tree_of(
+        (path, one(leaf) if specs[path].is_stack and not isinstance(leaf, Packed) else leaf)
+        for path, leaf in leaves(params)
+    )
