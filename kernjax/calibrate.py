@@ -52,6 +52,7 @@ def main(args: list[str]) -> int:
     from kernjax.judge import calibrate
     from kernjax.recording import load_recording
 
+    _check_flags()
     out = Path(_OUT.value)
     if out.exists() and not _OVERWRITE.value:
         raise UserError(f"--out={out} exists.", todo="Pass --overwrite to replace it.")
@@ -66,7 +67,7 @@ def main(args: list[str]) -> int:
     record = _recorder(reference_path)
 
     def recording(name: str, folder: Path) -> Any:
-        if Path(name).exists() or name.startswith("gs://"):
+        if _is_recording(name):
             return load_recording(name)
         return record(name, folder)
 
@@ -99,6 +100,24 @@ def main(args: list[str]) -> int:
         }
     )
     return command.EXIT_PASS
+
+
+def _is_recording(name: str) -> bool:
+    return Path(name).exists() or name.startswith("gs://")
+
+
+def _check_flags() -> None:
+    """UserError for a production policy that is none, and for flags of runs where nothing runs."""
+    if _PRODUCTION.value != _PRODUCTION.default:
+        from kernjax.precision import parse_policy
+
+        parse_policy(_PRODUCTION.value)
+    if all(_is_recording(name) for name in (*_NORMAL.value, *_BAD.value)):
+        FLAGS.refuse(
+            ["recordings_dir", "batch_size", "mesh"],
+            "beside finished recordings only",
+            "They say how policies are recorded.",
+        )
 
 
 def _recorder(reference_path: str) -> Callable[[str, Path], Any]:

@@ -48,7 +48,9 @@ _CORPUS = shared_flags.corpus(FLAGS)
 _REFERENCE = shared_flags.reference(FLAGS)
 _BAND = FLAGS.string("band", None, "The normal difference; default: the demo's.")
 _INCUMBENT = FLAGS.string("incumbent", None, "Recording of what runs now.")
-_PRODUCTION = FLAGS.string("production_policy", "bf16", "What the candidate is a change of.")
+_PRODUCTION = FLAGS.string(
+    "production_policy", None, "What the candidate is a change of; default: the band's."
+)
 _DEPLOY = FLAGS.integer("deploy_context", None, "Depth it will serve, in tokens.", lower_bound=1)
 FLAGS.heading("Lenses")
 _ISOLATED = FLAGS.boolean("isolated", True, "Also run the change alone, on float32.")
@@ -73,6 +75,10 @@ _BATCH_SIZE = shared_flags.batch_size(FLAGS)
 _MESH = shared_flags.mesh(FLAGS)
 _MIRROR = shared_flags.mirror(FLAGS)
 
+_OF_A_RUN = (
+    "isolated isolated_limit twin force_routes repeat greedy limit batch_size mesh mirror"
+    " production_policy"
+).split()
 _GREEDY_PROMPTS = 4  # of each kind
 
 
@@ -105,6 +111,7 @@ def main(args: list[str]) -> int:
         reference_path = reference_path or default_reference(_MODEL.value, _CORPUS.value)
         band_path = band_path or default_band(_MODEL.value, _CORPUS.value)
     band = Band.load(band_path)  # one that cannot be read is found out before anything runs
+    production = _PRODUCTION.value or band.production_policy
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(_OUTPUT_DIR.value or scratch)
         reference = load_recording(reference_path)
@@ -112,7 +119,7 @@ def main(args: list[str]) -> int:
             again = load_recording(_AGAIN.value) if _AGAIN.value else None
             runs = Runs(load_recording(_CANDIDATE.value), again)
         else:
-            runs = _run_candidate(reference_path, folder)
+            runs = _run_candidate(reference_path, folder, production)
         incumbent = load_recording(_INCUMBENT.value) if _INCUMBENT.value else None
         comparison = compare(reference, runs.candidate)
         verdict = judge(
@@ -122,7 +129,7 @@ def main(args: list[str]) -> int:
             incumbent=compare(reference, incumbent) if incumbent else None,
             repeat=compare(reference, runs.repeat) if runs.repeat else None,
             deploy_context=_DEPLOY.value,
-            flags=_asked(),
+            flags=_asked(production),
         )
         twin = _twin_table(compare(*runs.twin)) if runs.twin else None
         changes = route_changes(reference, runs.candidate)
@@ -165,16 +172,12 @@ def main(args: list[str]) -> int:
     return verdict.exit_code
 
 
-def _asked() -> dict[str, str]:
+def _asked(production: str) -> dict[str, str]:
     """What the commands that findings name need beside reference, band and candidate."""
-    flags = {
-        "model": _MODEL,
-        "corpus": _CORPUS,
-        "production_policy": _PRODUCTION,
-        "mesh": _MESH,
-        "mirror": _MIRROR,
-    }
-    return {name: str(flag.value) for name, flag in flags.items() if flag.value != flag.default}
+    flags = {"model": _MODEL, "corpus": _CORPUS, "mesh": _MESH, "mirror": _MIRROR}
+    asked = {name: str(flag.value) for name, flag in flags.items() if flag.value != flag.default}
+    # kernjax.locate may run without a band: its own default is bf16.
+    return asked | ({} if production == "bf16" else {"production_policy": production})
 
 
 def _text_of(reference: Any) -> Any:
@@ -204,16 +207,17 @@ def _check_flags() -> None:
             "Expected --policy, --kernel or --candidate.",
             "For example: python -m kernjax.check --policy=fp8_scaled",
         )
-    if _CANDIDATE.value and (_TWIN.value or _REPEAT.value or _GREEDY.value or _FORCE_ROUTES.value):
-        raise UserError(
-            "--twin, --repeat, --greedy and --force_routes run the candidate; --candidate is a"
-            " finished one."
+    if _CANDIDATE.value:
+        FLAGS.refuse(
+            _OF_A_RUN,
+            "beside --candidate",
+            "They say how a candidate is run, or what beside it; a recording is judged as it is.",
+            "Drop them, or name the candidate by --policy or --kernel.",
         )
-    if _CANDIDATE.value and _LIMIT.value is not None:
-        raise UserError(
-            "--limit is given beside --candidate, which is judged as it is.",
-            "--limit says how much of the corpus to run.",
-            "Drop it, or record a part with kernjax.record --limit.",
+        _check_subject()
+    elif not _ISOLATED.value:
+        FLAGS.refuse(
+            ["isolated_limit"], "beside --noisolated", "It is the length of the isolated run."
         )
     for flag, other in (("again", _AGAIN.value), ("incumbent", _INCUMBENT.value)):
         if other and _CANDIDATE.value and Path(other).resolve() == Path(_CANDIDATE.value).resolve():
@@ -229,7 +233,42 @@ def _check_flags() -> None:
         )
 
 
-def _run_candidate(reference_path: str, folder: Path) -> Any:
+def _check_subject() -> None:
+    """UserError where --model or --corpus is none, or not what --reference was made of.
+
+    They choose the demo's reference and band; beside recordings that are named they are what the
+    commands of the report name.
+    """
+    if not (_REFERENCE.value and _BAND.value):
+        return
+    from kernjax.base.hashing import sha256_file
+    from kernjax.base.resources import model_directory
+    from kernjax.recording import load_recording
+    from kernjax.texts import find_manifest, read_manifest
+
+    manifest = load_recording(_REFERENCE.value).manifest
+    made = {key: manifest.get(key) or {} for key in ("model", "corpus")}
+    found = {}
+    if _MODEL.value != _MODEL.default:
+        config = model_directory(_MODEL.value) / "config.json"
+        if not config.is_file():
+            raise UserError(f"--model={_MODEL.value} has no config.json.")
+        found["model"] = sha256_file(config), made["model"].get("config_sha256")
+    if _CORPUS.value != _CORPUS.default:
+        corpus = read_manifest(find_manifest(_CORPUS.value))
+        by = "sha256" if corpus.sha256 else "name"  # texts have a hash as ids only
+        found["corpus"] = getattr(corpus, by), made["corpus"].get(by)
+    for name, (ours, theirs) in found.items():
+        if ours != theirs:
+            raise UserError(
+                f"--{name}={FLAGS[name].value} is not what {_REFERENCE.value} was made of: "
+                f"{str(ours)[:12]}, and there {str(theirs)[:12]}.",
+                "A verdict is on one model and one corpus.",
+                f"Drop --{name}, or name the reference's own.",
+            )
+
+
+def _run_candidate(reference_path: str, folder: Path, production_policy: str) -> Any:
     from kernjax.base.progress import Meter
     from kernjax.plugins import load_kernels
     from kernjax.precision import parse_policy
@@ -238,7 +277,7 @@ def _run_candidate(reference_path: str, folder: Path) -> Any:
     from kernjax.scoring.session import Session
 
     cost = Cost()
-    production = parse_policy(_PRODUCTION.value)
+    production = parse_policy(production_policy)
     policy = parse_policy(_POLICY.value) if _POLICY.value else production
     kernels = load_kernels(_KERNEL.value)
     session = Session.open(

@@ -67,6 +67,10 @@ def main(args: list[str]) -> int:
             "Expected --policy or --kernel.",
             "For example: python -m kernjax.locate --policy=fp8",
         )
+    if _FULL_MAP.value:
+        FLAGS.refuse(
+            ["share"], "beside --full_map", "It says where a search goes on; a map has no search."
+        )
     from kernjax.base.files import check_writable, write_text
     from kernjax.plugins import load_kernels
     from kernjax.precision import parse_policy

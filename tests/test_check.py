@@ -12,7 +12,7 @@ import pytest
 from instrument import last_line, run
 
 from kernjax import calibrate, check, load_recording, report, reporting
-from kernjax.base.resources import data_dir, demo_recording
+from kernjax.base.resources import data_dir, demo_dir, demo_recording
 
 NORMALS = ("bf16", "chunk32", "chunk128", "block256", "p_f32", "row_sum_rounded")
 
@@ -186,13 +186,43 @@ def test_a_kernel_of_a_wrong_shape_is_refused(capsys, tmp_path, monkeypatch):
     assert code == 3 and "misshapen_kernels:misshapen" in capsys.readouterr().err
 
 
+NAMED = [
+    *("--candidate", bundled("bf16"), "--reference", bundled("f32")),
+    *("--band", str(demo_recording("demo.band.json"))),
+]
+
+
+def test_the_references_own_model_and_corpus_may_be_named(capsys, tmp_path):
+    shutil.copytree(demo_dir(), tmp_path / "model")
+    named = [*NAMED, "--corpus", str(data_dir("corpora") / "demo.toml")]
+    assert judged(capsys, *named, "--model", str(tmp_path / "model"))[0] == 0
+    (tmp_path / "model" / "config.json").write_text("{}")
+    code, _, line = judged(capsys, *named, "--model", str(tmp_path / "model"))
+    assert code == 3 and "is not what" in line["error"]
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
         ([], "There is no candidate"),
         (["--policy", "fp8", "--candidate", "x"], "one candidate"),
         (["--candidate", "nowhere"], "nowhere"),
-        (["--candidate", bundled("bf16"), "--limit", "1"], "--limit is given beside"),
+        (["--candidate", bundled("bf16"), "--limit", "1"], "--limit is given beside --candidate"),
+        (
+            ["--candidate", bundled("bf16"), "--production_policy", "nonsense"],
+            "--production_policy is given beside --candidate",
+        ),
+        (
+            ["--candidate", bundled("bf16"), "--mesh", "x", "--repeat", "--batch_size", "1"],
+            "--repeat, --batch_size and --mesh are given beside --candidate",
+        ),
+        (["--candidate", bundled("bf16"), "--noisolated"], "--noisolated is given beside"),
+        (["--policy", "fp8", "--noisolated", "--isolated_limit", "2"], "beside --noisolated"),
+        (["--policy", "fp8", "--production_policy", "nonsense"], "nonsense"),
+        (["--policy", "fp8", "--mirror", "nowhere"], "is of ids"),
+        ([*NAMED, "--corpus", "demo-deep"], "--corpus=demo-deep is not what"),
+        ([*NAMED, "--corpus", "nowhere"], "nowhere"),
+        ([*NAMED, "--model", "nowhere"], "no config.json"),
         (["--policy", "fp8", "--band", "nowhere.json"], "nowhere.json"),
         (["--policy", "fp88"], "fp8"),
         (["--candidate", bundled("bf16"), "--incumbent", "nowhere"], "nowhere"),
@@ -217,6 +247,22 @@ def test_calibrate_gives_the_bundled_band_again(capsys, tmp_path):
     capsys.readouterr()
     assert run(calibrate, *normals, "--out", str(out)) == 3
     assert "--overwrite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--production_policy", "nonsense"], "nonsense"),
+        (["--mesh", "x", "--recordings_dir", "y"], "--recordings_dir and --mesh are given beside"),
+        (["--batch_size", "3"], "--batch_size is given beside finished recordings only"),
+        (["--mirror", "nowhere"], "is of ids"),
+    ],
+)
+def test_flags_that_calibrate_would_not_read(capsys, tmp_path, flags, message):
+    out = tmp_path / "band.json"
+    normals = [f"--normal={bundled(name)}" for name in NORMALS]
+    assert run(calibrate, *normals, *flags, "--out", str(out)) == 3
+    assert message in last_line(capsys)["error"] and not out.exists()
 
 
 def test_too_few_normals_make_no_band(capsys, tmp_path):

@@ -195,6 +195,7 @@ def test_a_kernel_in_one_layer_is_named_by_its_op_and_phase(deep, capsys, tmp_pa
         (["--policy", "p_f32"], "changes nothing"),
         (["--policy", "bf16,attention.p=m3@layers=0"], "layer 0"),
         (["--policy", "fp8", "--share", "2"], "--share"),
+        (["--policy", "fp8", "--share", "0.5", "--full_map"], "beside --full_map"),
     ],
 )
 def test_bad_flags(deep, flags, message, capsys):

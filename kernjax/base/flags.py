@@ -181,6 +181,18 @@ class Flags(absl_flags.FlagValues):
                     self[name].value,
                 )
 
+    def refuse(self, names: Sequence[str], beside: str, expected: str, todo: str = "") -> None:
+        """UserError where one of these flags is not at its default: nothing would read it."""
+        typed = [word.partition("=")[0] for word in self.given()]
+        if given := [w for w in typed if w[2:] in names or (w[:4] == "--no" and w[4:] in names)]:
+            *others, last = given
+            listed = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+            raise UserError(
+                f"{listed} given {beside}.",
+                expected,
+                todo or ("Drop them." if others else "Drop it."),
+            )
+
     def given(self) -> list[str]:
         """The flags that differ from their defaults, one word each, as a command line takes them.
 

@@ -196,6 +196,9 @@ class Case:
         known = {"reference": self.comparison.reference_name, "band": self.band.path}
         if self.band.path == IN_MEMORY:
             del known["band"]
-        words = [f"--{key}={value}" for key, value in {**known, **self.flags}.items()]
+        asked = dict(self.flags)
+        if candidate[0].startswith("--candidate"):  # nothing runs
+            asked = {key: value for key, value in asked.items() if key in ("model", "corpus")}
+        words = [f"--{key}={value}" for key, value in {**known, **asked}.items()]
         words += [*candidate, *(f"--{key}={value}" for key, value in flags.items())]
         return f"python -m kernjax.{name} " + " ".join(shlex.quote(word) for word in words)

@@ -44,6 +44,12 @@ def load_corpus(
             Mirror(mirror) if mirror else None,
         )
     else:
+        if mirror:
+            raise UserError(
+                f"--mirror={mirror} is given, and corpus {manifest.name!r} is of ids.",
+                "A mirror stands for the addresses that a corpus of texts is fetched from.",
+                "Drop it.",
+            )
         _check_tokenizer(manifest, _tokenizer_hash(tokenizer))
         arrays = _Arrays(manifest.path.parent)
         segments = [_from_ids(entry, arrays) for entry in manifest.entries]
