@@ -196,7 +196,7 @@ def test_a_position_flipped_in_decode_and_in_rescoring_is_listed_once(band, good
     pos[again] = pos[first]
     flipped[[first, again]], margins[[first, again]] = True, margin
     reason = judge(dataclasses.replace(good, flipped=flipped, margin=margins, pos=pos), band).reason
-    assert "2 confident flips at 1 positions in 1 segments" in reason
+    assert "2 confident flips at 1 position in 1 segment (decoded and rescored are two): " in reason
     assert reason.count(f"{good.segments[0].id} at") == 1
 
 

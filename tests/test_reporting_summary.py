@@ -148,6 +148,62 @@ def test_how_sure_has_the_numbers_of_the_gate():
     assert f"at least {worst.low:.2f} times; {worst.allowed:.4g} times is allowed" in text
 
 
+def alone(name: str, outcome: Outcome = Outcome.FAIL, **changes):
+    """A verdict that only rows of this gate decided."""
+    verdict = judged(manifest())
+    gates = [
+        dataclasses.replace(g, outcome=outcome, **changes)
+        if g.name == name
+        else dataclasses.replace(g, outcome=Outcome.PASS)
+        for g in verdict.gates
+    ]
+    return dataclasses.replace(verdict, gates=tuple(gates), outcome=outcome)
+
+
+def untested():
+    gates = [dataclasses.replace(g, outcome=Outcome.NOT_TESTED) for g in amber().gates]
+    return dataclasses.replace(amber(), gates=tuple(gates))
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (red, r"Certain: values are NaN or infinite at [1-9]\d* recorded positions, and .*\."),
+        (
+            lambda: alone("confident_flips", observed=3.0),
+            r"None of the band's 5 normal producers changes a first choice where the reference is "
+            r"this clear \(margin >.*\); the candidate does, 3 times, which is no rounding's\. "
+            r"Its distance as a whole \(KL\) is \d.* times normal on code and \d.* on prose\.",
+        ),
+        (
+            lambda: alone("confident_flips", Outcome.INCONCLUSIVE, observed=1.0),
+            r"None of .*; the candidate does, once, which may be chance\. Its distance .*\.",
+        ),
+        (
+            lambda: alone("edges", p_value=0.004),
+            r"The ratio to normal just after edges \(.*\): \d.* with 95 % bounds; \d.* is allowed\."
+            r" Were no more than that true, at most 0\.4 % of runs would come out so\.",
+        ),
+        (
+            lambda: alone("tail_mass", Outcome.INCONCLUSIVE),
+            r"Probability that moves .* with 95 % bounds; ±\d.* is allowed\.",
+        ),
+        (amber, r"The numbers alone would pass: .* it is at most .*withholds the PASS\."),
+        (green, r"Certain that nothing changed: .* equal to the last bit, at all \d+ positions.*"),
+        (
+            lambda: dataclasses.replace(amber(), outcome=Outcome.FAIL),
+            r"It was counted, not estimated: there is no doubt of it\.",
+        ),
+        (untested, r"(\d+) of \1 gate rows could not be tested on these segments, .*\."),
+    ],
+)
+def test_how_sure_is_no_repetition_of_the_headline(make, words):
+    verdict = make()
+    answer = dict(in_short(verdict))["How sure"]
+    assert re.fullmatch(words, answer), answer
+    assert answer not in verdict.reason and verdict.reason.rstrip(".") not in answer
+
+
 def test_a_pass_names_its_bounds_and_its_depth():
     candidate = dataclasses.replace(
         corpus().producer(name="fine"), candidate_manifest=manifest(fields={"attention.p": "f32"})

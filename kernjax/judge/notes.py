@@ -64,7 +64,11 @@ def notes(case: Case) -> Iterator[Finding]:
             f"{metrics.KL_FLOOR:g}; ratios take that value there.",
         )
     if ties := int(c.tie_flipped[case.rows].sum()):
-        yield Finding("note", f"{ties} flips are at exact ties of the reference and do not count.")
+        yield Finding(
+            "note",
+            f"{ties} of the flips are at exact ties of the reference: shown, but no gate counts "
+            "them.",
+        )
     values = case.evidence.statistics["geometric"][case.measured]
     if values.size >= 8:
         above = values - np.median(values)

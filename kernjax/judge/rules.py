@@ -76,11 +76,12 @@ def confident_flips(case: Case) -> tuple[Gate, list[Finding]]:
             f"{c.segments[segment].id} at {pos}, margin {margin:.3g}"
             for (segment, pos), margin in list(places.items())[:LISTED]
         )
+        twice = " (decoded and rescored are two)" if rows.size > len(places) else ""
         findings.append(
             Finding(
                 "fail" if fails else "inconclusive",
-                f"{rows.size} confident flips at {len(places)} positions in {segments} segments:"
-                f" margin above {limit:.3g}, "
+                f"{_counted(rows.size, 'confident flip')} at {_counted(len(places), 'position')}"
+                f" in {_counted(segments, 'segment')}{twice}: margin above {limit:.3g}, "
                 f"where normal runs do not flip (their largest: {largest:.3g}): {listed}.",
                 "" if fails else "One can be chance: record more segments to see a second.",
             )
@@ -90,6 +91,10 @@ def confident_flips(case: Case) -> tuple[Gate, list[Finding]]:
         outcome, len(c.segments),
     )  # fmt: skip
     return gate, findings
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def gate_findings(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:

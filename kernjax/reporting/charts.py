@@ -10,6 +10,7 @@ from typing import Any
 from kernjax.judge.quantiles import normal_quantile
 from kernjax.judge.verdict import Verdict
 from kernjax.reporting.layout import number, shorten
+from kernjax.reporting.summary import scored
 from kernjax.reporting.svg import Chart, Scale
 
 _SERIES = 6  # colours in the style sheet; further kinds start again
@@ -90,9 +91,8 @@ def depth_charts(verdict: Verdict, figures: Mapping[str, Any] | None) -> list[Dr
 
 def row_charts(verdict: Verdict, figures: Mapping[str, Any]) -> list[Drawing]:
     """The charts that need rows: distribution, decode steps, margins."""
-    single = scatter_chart(
-        figures["scatter"], figures["kinds"], "Margin and KL of single positions"
-    )
+    title = f"Margin and KL of single {scored(verdict)} positions"
+    single = scatter_chart(figures["scatter"], figures["kinds"], title)
     drawings = (_cdf(figures), _steps(figures), single, flips(verdict, figures))
     return [drawing for drawing in drawings if drawing is not None]
 
@@ -200,7 +200,8 @@ def flips(verdict: Verdict, figures: Mapping[str, Any] | None = None) -> Drawing
         chart.bars([(i + shift, 100 * v[1], 100 * v[2]) for i, v in enumerate(values)], css)
         chart.dots([(i + shift, 100 * v[0]) for i, v in enumerate(values)], f"big {css}")
     legend = [("flip", "candidate"), ("normal", "normal producers")]
-    text = "Share of the positions of a bin with another first choice; 95 % intervals."
+    what = f"{scored(verdict)} positions"
+    text = f"Share of the {what} of a bin with another first choice; 95 % intervals."
     if noise:
         chart.line(list(enumerate(100 * value for value in noise)), "expected")
         legend.append(("expected", "independent logit noise"))

@@ -13,7 +13,7 @@ from kernjax.judge.gates import Gate, Outcome
 from kernjax.judge.verdict import Verdict
 from kernjax.reporting.layout import interval, number, ratio, safe, shorten
 from kernjax.reporting.markdown import nats, table
-from kernjax.reporting.summary import HEADLINES, in_short, reason
+from kernjax.reporting.summary import HEADLINES, in_short, reason, scored
 
 _ROWS = 40
 _FINDINGS = 8
@@ -33,7 +33,7 @@ def render_markdown(verdict: Verdict) -> str:
         _strata(verdict),
         _open_gates(verdict),
         folded(f"All gates ({len(verdict.gates)})", _gates(verdict.gates)),
-        folded("Flips by the reference's margin", _margins(verdict)),
+        folded(f"Flips by the reference's margin, {scored(verdict)} positions", _margins(verdict)),
         folded("What was compared, and what differs", _compared(verdict)),
         _scope(verdict),
     ]
@@ -161,7 +161,7 @@ def _scope(verdict: Verdict) -> str:
         f"{number(value)} ({prose(kind, 40)})" for kind, value in verdict.detection_floor.items()
     )
     text = (
-        f"{verdict.positions} {verdict.deciding_phase} positions in {verdict.segments} segments, "
+        f"{verdict.positions} {scored(verdict)} positions in {verdict.segments} segments, "
         f"every kind up to context {verdict.up_to_context}."
     )
     return text + (f" Fails a uniform ratio of {floors} with 95 % power." if floors else "")

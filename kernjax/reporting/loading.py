@@ -12,6 +12,7 @@ from typing import Any
 
 from kernjax.base.errors import UserError
 from kernjax.judge.case import Finding
+from kernjax.judge.comparison import PHASES
 from kernjax.judge.gates import Gate, Outcome
 from kernjax.judge.lenses import IncumbentRow, IsolatedDepth, IsolatedLaw
 from kernjax.judge.strata import MarginBin, Stratum
@@ -219,6 +220,9 @@ def verdict_of(line: Mapping[str, Any]) -> Verdict:
     for name in ("differences", "changes"):
         if any(len(row) != 3 for row in getattr(verdict, name)):
             raise ValueError(f"{name} is not made of triples")
+    for phase in (verdict.deciding_phase, *(stratum.phase for stratum in verdict.strata)):
+        if phase not in PHASES:
+            raise ValueError(f"a phase is {phase!r:.60}, none of {', '.join(PHASES)}")
     if line.get("exit_code") != verdict.exit_code:
         raise ValueError(f"exit_code is {line.get('exit_code')!r} beside {verdict.outcome}")
     return verdict

@@ -18,7 +18,7 @@ from kernjax.judge.verdict import Verdict
 from kernjax.reporting import charts
 from kernjax.reporting.layout import interval, number, ratio, safe, shorten
 from kernjax.reporting.markdown import nats
-from kernjax.reporting.summary import GATES, HEADLINES, first_step, in_short, reason
+from kernjax.reporting.summary import GATES, HEADLINES, first_step, in_short, reason, scored
 
 _TEMPLATE = "page.html"
 _TEXT = 3000
@@ -107,6 +107,7 @@ def _values(verdict: Verdict, extras: Extras) -> dict[str, Any]:
             if any(g.name == name for g in verdict.gates)
         ],
         "sure": _sure(verdict),
+        "deciding": scored(verdict),
         "normal_flips": _normal_flips(verdict),
         "labels": [
             show(verdict.parties.get(name, {}).get("label", "-"), 200)
@@ -201,7 +202,7 @@ def _scope(verdict: Verdict) -> str:
     ]
     return (
         f"{', '.join(names) + ': ' if names else ''}{verdict.positions} "
-        f"{verdict.deciding_phase} positions in {verdict.segments} segments, every kind up to "
+        f"{scored(verdict)} positions in {verdict.segments} segments, every kind up to "
         f"context {verdict.up_to_context}"
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from kernjax.judge.case import SEVERITIES, Finding
@@ -21,17 +22,22 @@ HEADLINES = {
 GATES = {
     "nonfinite": "positions with a NaN or an infinity",
     "level": "KL over the normal producers', by kind of text and mean; all depths, then each",
-    "growth_context": "what a doubling of the context multiplies that ratio by",
-    "growth_decode": "the ratio in the late half of the decode steps over that in the early half",
+    "growth_context": "what a doubling of the context multiplies the ratio to normal by",
+    "growth_decode": "the ratio to normal in the late half of the decode steps over that in the "
+    "early half",
     "flips": "changed first choices over those of the normal producers",
     "tail_mass": "probability that moves to or from words outside the reference's 20 likeliest",
-    "edges": "the ratio just after edges: documents, chunks, windows, the first decoded tokens",
-    "decode_vs_prefill": "decode against one prefill call over the same tokens; rescored: the "
-    "ratio of that call itself",
-    "prefill_last": "the ratio at the prompt's last position, from which decoding starts",
-    "confident_flips": "changed first choices where no normal producer changes one",
+    "edges": "the ratio to normal just after edges: documents, chunks, windows, the first decoded "
+    "tokens",
+    "decode_vs_prefill": "decode against one prefill call over the same tokens, over what two "
+    "right producers differ by; rescored: the ratio to normal of that call itself",
+    "prefill_last": "the ratio to normal at the prompt's last position, from which decoding starts",
+    "confident_flips": "changed first choices where no normal producer changes one; in every "
+    "phase, so that a token which flips decoded and rescored is two",
 }
 """What each gate looks at, for the table of gates."""
+
+_RESCORED = "the ratio to normal where one prefill call scores the decoded tokens again"
 
 _SHOWN = 4
 _GROWTH = (
@@ -51,6 +57,12 @@ _ELSEWHERE = {
 def reason(verdict: Verdict) -> str:
     """The verdict's reason where it stands by itself, and not behind the verdict and a colon."""
     return verdict.reason[:1].upper() + verdict.reason[1:]
+
+
+def scored(verdict: Verdict) -> str:
+    """What the deciding positions are: `decoded`, as a rule."""
+    phase = verdict.deciding_phase
+    return {"decode": "decoded", "prefill": "prefilled", "rescore": "rescored"}.get(phase, phase)
 
 
 def in_short(verdict: Verdict, locate: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
@@ -98,29 +110,100 @@ def _levels(verdict: Verdict) -> list[Gate]:
 
 def _sure(verdict: Verdict) -> str:
     levels = _levels(verdict)
-    if verdict.identical:
-        return verdict.reason
-    if verdict.outcome is Outcome.PASS:
-        highs: dict[str, float] = {}
-        for gate in levels:
-            highs[str(gate.kind)] = max(highs.get(str(gate.kind), 0.0), float(gate.high or 0.0))
-        shown = " and ".join(f"{ratio(high)} times ({kind})" for kind, high in highs.items())
+    bounds = f"{_at_most(levels)}, up to context {verdict.up_to_context}" if levels else ""
+    if verdict.outcome is Outcome.PASS and verdict.identical:
         return (
-            f"With 95 % confidence it is at most {shown} as far from the ground truth (KL) as an "
-            f"equally right implementation, up to context {verdict.up_to_context}."
+            f"Certain that nothing changed: both recordings are equal to the last bit, at all "
+            f"{verdict.positions} positions. They do not show whether the changed code is what ran."
         )
-    wanted = [gate for gate in levels if gate.outcome is verdict.outcome]
-    if not wanted:
-        return verdict.findings[0].text if verdict.findings else verdict.reason
-    worst = min(wanted, key=lambda gate: 1.0 if gate.p_value is None else gate.p_value)
-    known = f"at least {ratio(worst.low)} times"
-    if verdict.outcome is not Outcome.FAIL:
-        known = f"{ratio(worst.low)} times at least and {ratio(worst.high)} at most"
-    return (
-        f"On {worst.kind} it is {ratio(worst.observed)} times as far from the ground truth (KL, "
-        f"{worst.mean} mean) as an equally right implementation, with 95 % confidence {known}; "
-        f"{number(worst.allowed, 4)} times is allowed."
+    if verdict.outcome is Outcome.PASS:
+        return f"With 95 % confidence it is {bounds}."
+    decisive = [gate for gate in verdict.gates if gate.outcome is verdict.outcome]
+    if not decisive:
+        return _undecided(verdict, bounds)
+    # What is not finite needs no statistics; then the level, which says how far in all; then rules.
+    order = {"nonfinite": 0, "level": 1}
+    return _row_sure(
+        verdict, min(decisive, key=lambda gate: (order.get(gate.name, 2), gate.p_value or 0.0))
     )
+
+
+def _at_most(levels: Iterable[Gate]) -> str:
+    """The largest upper bounds of the level, by kind."""
+    highs: dict[str, float] = {}
+    for gate in levels:
+        highs[str(gate.kind)] = max(highs.get(str(gate.kind), 0.0), float(gate.high or 0.0))
+    shown = " and ".join(f"{ratio(high)} times ({kind})" for kind, high in highs.items())
+    return f"at most {shown} as far from the ground truth (KL) as an equally right implementation"
+
+
+def _undecided(verdict: Verdict, bounds: str) -> str:
+    """How sure, where no row of a gate has the verdict's own outcome: it came otherwise."""
+    if verdict.outcome is Outcome.FAIL:
+        return "It was counted, not estimated: there is no doubt of it."
+    untested = [gate for gate in verdict.gates if gate.outcome is Outcome.NOT_TESTED]
+    if untested:
+        return (
+            f"{len(untested)} of {len(verdict.gates)} gate rows could not be tested on these "
+            "segments, so that nothing is known of them."
+        )
+    return (
+        f"The numbers alone would pass: with 95 % confidence it is {bounds}. What stands above "
+        "withholds the PASS."
+    )
+
+
+def _row_sure(verdict: Verdict, gate: Gate) -> str:
+    """What the row that speaks loudest says, in numbers."""
+    if gate.name == "nonfinite":
+        return (
+            f"Certain: values are NaN or infinite at {number(gate.observed)} recorded positions, "
+            "and one would be enough."
+        )
+    if gate.name == "confident_flips":
+        return _flips_sure(verdict, gate)
+    if gate.name != "level":
+        is_rescored = gate.name == "decode_vs_prefill" and gate.kind is not None
+        text = _RESCORED if is_rescored else re.split("[:;]", GATES.get(gate.name, gate.name))[0]
+        bounds = interval(gate.observed, gate.low, gate.high, _shown(gate))
+        sign = "±" if gate.quantity == "mass" else ""
+        chance = ""
+        if verdict.outcome is Outcome.FAIL and gate.p_value is not None:
+            share = number(100 * gate.p_value, 2)
+            chance = f" Were no more than that true, at most {share} % of runs would come out so."
+        return (
+            f"{text[0].upper()}{text[1:]} ({gate.stratum}): {bounds} with 95 % bounds; "
+            f"{sign}{number(gate.allowed, 4)} is allowed.{chance}"
+        )
+    known = f"at least {ratio(gate.low)} times"
+    if verdict.outcome is not Outcome.FAIL:
+        known = f"{ratio(gate.low)} times at least and {ratio(gate.high)} at most"
+    return (
+        f"On {gate.kind} it is {ratio(gate.observed)} times as far from the ground truth (KL, "
+        f"{gate.mean} mean) as an equally right implementation, with 95 % confidence {known}; "
+        f"{number(gate.allowed, 4)} times is allowed."
+    )
+
+
+def _flips_sure(verdict: Verdict, gate: Gate) -> str:
+    """Of flips that no normal producer has: whether it is chance, and how far off the rest is."""
+    producers = len(verdict.parties.get("band", {}).get("producers", ()))
+    times = "once" if gate.observed == 1 else f"{number(gate.observed)} times"
+    chance = "may be chance" if verdict.outcome is not Outcome.FAIL else "is no rounding's"
+    whole = " and ".join(
+        f"{interval(level.observed, level.low, level.high)} times normal on {level.kind}"
+        for level in _levels(verdict)
+        if level.mean == "geometric"
+    )
+    return (
+        f"None of the band's {producers} normal producers changes a first choice where the "
+        f"reference is this clear ({gate.stratum}); the candidate does, {times}, which {chance}."
+        + (f" Its distance as a whole (KL) is {whole}." if whole else "")
+    )
+
+
+def _shown(gate: Gate) -> Callable[[float | None], str]:
+    return number if gate.quantity == "mass" else ratio
 
 
 def _where(verdict: Verdict, locate: Mapping[str, Any] | None) -> Iterator[str]:

@@ -8,7 +8,7 @@ from kernjax.base.showing import for_logs
 from kernjax.judge.gates import Gate, Outcome
 from kernjax.judge.verdict import Verdict
 from kernjax.reporting.layout import interval, number, paragraph, ratio, safe, shorten, table
-from kernjax.reporting.summary import changed
+from kernjax.reporting.summary import changed, scored
 
 _MAX_DIFFERENCES = 20
 _PRODUCERS_SHOWN = 8
@@ -57,7 +57,7 @@ def _compared(verdict: Verdict) -> str:
     source = " on ".join(safe(reference[k]) for k in ("model", "corpus") if reference.get(k))
     lines.append(
         paragraph(
-            f"{source + ': ' if source else ''}{verdict.positions} {verdict.deciding_phase} "
+            f"{source + ': ' if source else ''}{verdict.positions} {scored(verdict)} "
             f"positions in {verdict.segments} segments, every kind up to context "
             f"{verdict.up_to_context}",
             " " * 13,
@@ -172,8 +172,8 @@ def _margins(verdict: Verdict) -> str:
     ]
     header = ["margin", "positions", "flips", "normal flips", "at most odds of"]
     return (
-        "Flips by the reference's margin (odds of the better of two words at the bin's end)\n"
-        + table(header, rows)
+        f"Flips by the reference's margin ({scored(verdict)} positions; odds: of the better of two "
+        "words)\n" + table(header, rows)
     )
 
 
