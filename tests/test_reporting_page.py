@@ -119,15 +119,14 @@ def test_the_page_says_it_all(make, drawn):
             "twin": [{"kind": "code", "context_len": 512, "kl_median": 1e-5, "kl_mean": 2e-5}],
             }  # fmt: skip
     page = check_harmless(render_page(verdict, Extras(drawn, line, LOCATE, SWEEP)))
-    words = page.words
+    words, heads = page.words, "".join(page.text)
     assert words.index(str(verdict.outcome)) < words.index(verdict.reason[1:])
     for finding in verdict.findings:
-        assert finding.text in words and finding.command in words
+        assert finding.text in words and finding.command in heads
     for gate in verdict.gates:
         assert gate.stratum in words
         if gate.name == "level" and gate.observed is not None:
             assert f"{gate.observed:.2f} [{gate.low:.2f}, {gate.high:.2f}]" in words
-    heads = "".join(page.text)
     for head in ("How much, and how sure", "What was compared", "By kind and depth", "In pictures",
                  "Gates", "Flips by the reference's margin", "The worst positions", "Cost",
                  "What this does not show", "Once more", "Where it comes from",
@@ -135,14 +134,36 @@ def test_the_page_says_it_all(make, drawn):
         assert head in heads, head
     assert "--policy=fp8\n--kernel=a=b:c" in heads
     locate = "python -m kernjax.locate --policy=fp8 --kernel=a=b:c"
-    assert locate not in words and f"By layer: {LOCATE['sentence']}." in words  # it was run
-    unlocated = Page(render_page(verdict, Extras(drawn, line))).words
+    assert locate not in heads and f"By layer: {LOCATE['sentence']}." in words  # it was run
+    unlocated = "".join(Page(render_page(verdict, Extras(drawn, line))).text)
     assert (locate in unlocated) == (make is not green)
     assert "500 tokens/s" in words and "greedy texts part" in words
     assert "61 s, summed over programs" in words and "1.50 GiB" in words
     assert "fullest device" not in words
     assert sum(tag == "svg" for tag, _ in page.tags) == 8
     assert words.count("the knee is m7") == 1
+
+
+def test_a_command_breaks_between_its_flags_and_is_copied_whole():
+    command = "python -m kernjax.check --policy=fp8 '--kernel=a=b c' --x 3"
+    pieces = page_module.flags(command)
+    assert "".join(pieces) == command
+    assert pieces[1:] == ["--policy=fp8 ", "'--kernel=a=b c' ", "--x 3"]
+    html = render_page(red(), Extras(line={"command": command}))
+    (shown,) = re.findall(r"<h2>Once more</h2>\n<pre [^>]*>(.*?)</pre>", html, re.S)
+    assert re.sub("<[^>]*>", "", shown).replace("&#39;", "'") == command
+
+
+def test_flips_say_what_they_count(drawn):
+    """One number: of decoded positions on the tile, by margin, and in the charts."""
+    verdict = red()
+    words = " ".join(Page(render_page(verdict, Extras(drawn))).words.split())
+    assert f"{verdict.flips} of {verdict.positions} decoded positions" in words
+    assert f"The {verdict.flips} flips of decoded positions." in words
+    assert sum(entry.flips for entry in verdict.margin_bins) == verdict.flips
+    assert sum(s.flips for s in verdict.strata if s.phase == "decode") == verdict.flips
+    assert "Margin and KL of single decoded positions" in words
+    assert "Share of the decoded positions of a bin" in words
 
 
 def test_without_rows_the_page_says_what_is_missing():

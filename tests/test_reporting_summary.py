@@ -231,7 +231,7 @@ def test_where_names_growth_places_and_the_layer():
     broken = dict(in_short(red(), LOCATE))
     assert "alues that are not finite" in broken["Where"]
     assert f"By layer: {LOCATE['sentence']}." in broken["Where"]
-    assert broken["What next"].startswith("Mend what carries it, and check again.")
+    assert broken["What next"].startswith("Fix it there, and check again.")
 
 
 def test_what_was_located_is_not_to_be_located_again():
@@ -242,7 +242,7 @@ def test_what_was_located_is_not_to_be_located_again():
     assert first_step(verdict) is locate and first_step(verdict, located=True) is last
     assert dict(in_short(verdict))["What next"] == "Find it."
     answer = dict(in_short(verdict, LOCATE))["What next"]
-    assert answer == "Mend what carries it, and check again. main? Record it."
+    assert answer == "Fix it there, and check again. main? Record it."
 
 
 def test_every_gate_is_explained():

@@ -211,7 +211,7 @@ def _cell_sentence(cell: Cell, total: float) -> str:
 
 def _spread_sentence(total: float, sites: Sequence[SiteShare], parts: Sequence[Part]) -> str:
     layers = sorted(parts, key=lambda part: -part.share / len(part.layers))[:3]
-    largest = ", ".join(f"{layers_label(p.layers)} {_per_cent(p.share)}" for p in layers)
+    largest = ", ".join(f"{layers_label(p.layers)} ({_per_cent(p.share)})" for p in layers)
     count = sum(len(part.layers) for part in parts)
     text = (
         f"No single layer carries half of the change (KL {total:.2g} nats); it is spread over "

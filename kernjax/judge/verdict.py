@@ -320,7 +320,8 @@ def _reason(
         )
     severity = "fail" if outcome is Outcome.FAIL else "inconclusive"
     reasons = [finding for finding in findings if finding.severity == severity]
-    more = f" ({len(reasons) - 1} more below)" if len(reasons) > 1 else ""
+    others = len(reasons) - 1
+    more = f"; {others} more finding{'s' if others > 1 else ''} below" if others else ""
     text = reasons[0].text.rstrip(".") + more + "."
     both = "identical to the incumbent, and both are wrong: "
     return both + text if outcome is Outcome.FAIL and alone is not None else text

@@ -7,6 +7,7 @@ the page itself forbids scripts and requests, should anything ever slip through.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,7 @@ def render_page(verdict: Verdict, extras: Extras = Extras()) -> str:  # noqa: B0
         lstrip_blocks=True,
     )
     environment.filters["show"] = show
+    environment.filters["flags"] = flags
     environment.filters["drawn"] = Markup  # SVG of our own making, its texts escaped there
     return environment.get_template(_TEMPLATE).render(**_values(verdict, extras))
 
@@ -76,6 +78,11 @@ def render_page(verdict: Verdict, extras: Extras = Extras()) -> str:  # noqa: B0
 def show(text: object, length: int = _TEXT) -> str:
     """Printable and of a sane length; the template escapes what HTML would read."""
     return shorten(safe(text), length)
+
+
+def flags(command: str) -> list[str]:
+    """A command in pieces, one a flag, where its lines break best; together they are the whole."""
+    return re.split(r"(?<= )(?='?--)", command)
 
 
 def _values(verdict: Verdict, extras: Extras) -> dict[str, Any]:

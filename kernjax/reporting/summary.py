@@ -13,8 +13,7 @@ from kernjax.judge.verdict import Verdict
 from kernjax.reporting.layout import interval, number, ratio
 
 HEADLINES = {
-    Outcome.FAIL: "Do not merge: further from the ground truth than equally right "
-    "implementations are.",
+    Outcome.FAIL: "Do not merge: further from the truth than equally right implementations are.",
     Outcome.INCONCLUSIVE: "Not decided: this run neither shows a fault nor rules one out.",
     Outcome.PASS: "No worse than one more equally right implementation.",
 }
@@ -283,5 +282,5 @@ def _next(verdict: Verdict, located: bool) -> str:
         return f"{todo} Then: {merge[0].lower()}{merge[1:]}" if todo else merge
     if located and verdict.outcome is Outcome.FAIL:
         other = f" {first.text} {todo}".rstrip() if first else ""
-        return f"Mend what carries it, and check again.{other}"
+        return f"Fix it there, and check again.{other}"
     return todo or "Read the findings."
