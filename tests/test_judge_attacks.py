@@ -179,18 +179,42 @@ def test_the_last_position_of_one_kind_and_depth(reference, candidate, band, cod
     assert ratio == pytest.approx(np.exp(np.mean(own - normal.mean(axis=0))), rel=0.05)
 
 
+def with_rows_of(source: Recording, candidate: Recording, chosen: np.ndarray) -> Recording:
+    """The candidate with some rows [R] of another recording, to the last bit."""
+    columns = {
+        name: np.where(chosen.reshape(-1, *[1] * (values.ndim - 1)), values, own)
+        for name in ("top_logprobs", "tail_logprob", "target_logprobs", "top1_ids", "margins")
+        for values, own in ((getattr(source, name), getattr(candidate, name)),)
+    }
+    return dataclasses.replace(candidate, path="copy", identity="copy", **columns)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("phase", ["prefill", "rescored"])
+def test_rows_of_the_reference_in_what_does_not_decide(reference, candidate, band, phase, share):
+    """Prefill did not run; all of it may be so where the candidate is of the reference's own
+    precision, and changes decode alone."""
+    rows = Rows(candidate)
+    chosen = getattr(rows, phase) & ((rows.segment % 2 == 0) | (share == 1.0))
+    copied = with_rows_of(reference, candidate, chosen)
+    verdict = judge(compare(reference, copied), band)
+    found = [f for f in verdict.findings if "rows are the reference's to the last bit" in f.text]
+    assert verdict.outcome is Outcome.INCONCLUSIVE and len(found) == 1
+    assert f"{'50' if share == 0.5 else '100'}% of the" in found[0].text
+    fields = candidate.manifest["policy"]["fields"] | {"activations": "f32"}
+    manifest = candidate.manifest | {"policy": candidate.manifest["policy"] | {"fields": fields}}
+    same = judge(compare(reference, dataclasses.replace(copied, manifest=manifest)), band)
+    found = [f for f in same.findings if "rows are the reference's to the last bit" in f.text]
+    assert bool(found) == (share != 1.0)
+
+
 @pytest.mark.parametrize("share", [0.02, 0.5, 1.0])
 def test_rows_of_the_reference_itself(reference, candidate, band, share):
     """The others 1.5 times as wrong as normal: with half of them copied both means are below 1."""
     rows = Rows(candidate)
     worse = moved(reference, candidate, np.where(rows.decode & (share == 0.5), 1.5, 1.0))
-    copied = rows.decode & (rows.some < share)
-    columns = {
-        name: np.where(copied.reshape(-1, *[1] * (values.ndim - 1)), values, getattr(worse, name))
-        for name in ("top_logprobs", "tail_logprob", "target_logprobs", "top1_ids", "margins")
-        for values in (getattr(reference, name),)
-    }
-    verdict = judge(compare(reference, dataclasses.replace(worse, **columns)), band)
+    copied = with_rows_of(reference, worse, rows.decode & (rows.some < share))
+    verdict = judge(compare(reference, copied), band)
     assert verdict.outcome is Outcome.INCONCLUSIVE
     assert any("rows are the reference's to the last bit" in f.text for f in verdict.findings)
 

@@ -212,6 +212,13 @@ def test_a_normal_that_is_wrong_in_one_gate_buys_no_room_there(corpus, normals, 
         calibrate(None, [*normals, corpus.producer(effect)])
 
 
+def test_an_outlier_between_its_own_phases_is_told_what_is_far(corpus, normals):
+    odd = corpus.producer(Effect("odd", own=8.0))
+    message = r"odd \d+ is an outlier: KL\(its prefill \|\| its own decode\) is .* may PASS and yet"
+    with pytest.raises(UserError, match=message):
+        calibrate(None, [*normals, odd])
+
+
 def test_producers_that_spread_too_far(corpus):
     ratios = (0.80, 0.95, 1.05, 1.20)
     spread = [corpus.producer(Effect(f"r{r}", ratio=r)) for r in ratios]

@@ -248,12 +248,15 @@ def _check_outliers(
                     for other, value in zip(names, own, strict=True)
                     if other != name
                 )
+                what = "its KL" if row.statistic != "self" else "KL(its prefill || its own decode)"
                 raise UserError(
-                    f"Normal {name} is an outlier: its KL is {math.exp(own[index]):.3g} times the "
+                    f"Normal {name} is an outlier: {what} is {math.exp(own[index]):.3g} times the "
                     f"mean of all (gate {row.gate}, {row.stratum}), its peers are at {peers}.",
                     f"Equally right producers agree within {max_ratio:g} times and are not told "
                     "apart from their peers' own spread.",
-                    "Leave it out, or give more producers of its kind if it is right.",
+                    "Leave it out: a candidate may PASS and yet be unlike these normals in one "
+                    "gate, where it would buy room for everybody. If it is right, give more "
+                    "producers that do the same.",
                 )
 
 

@@ -10,16 +10,18 @@ import numpy as np
 
 from kernjax.judge import intervals, metrics
 from kernjax.judge.case import LISTED, Case, Finding
-from kernjax.judge.comparison import PHASES
+from kernjax.judge.comparison import DECODE, PHASES, PREFILL, RESCORE
 from kernjax.judge.gates import CONFIDENCE, RULES, Gate, Outcome
 from kernjax.judge.lenses import LAW_DEPTHS, IncumbentRow, IsolatedLaw
 
 MIN_SEGMENTS = 16
 TAIL_WARNING, TAIL_LIMIT = 0.2, 0.4
 MAX_EXTRAPOLATION = 4
-_MAX_COPIED = 0.01
-"""Share of the deciding rows with the reference's own bits: none of 17,664 in right and wrong bf16
-policies of the demo."""
+_MAX_COPIED, _MAX_COPIED_PREFILL = 0.01, 0.25
+"""Share of a phase's rows with the reference's own bits: none of 17,664 in right and wrong bf16
+policies of the demo. At a prompt's first tokens there may be nothing to sum in another order."""
+
+_GROUPS_OF_PHASE = {DECODE: ("level",), RESCORE: ("rescore",), PREFILL: ("last", "edge_chunk")}
 
 
 def nonfinite(case: Case) -> tuple[Gate, list[Finding]]:
@@ -252,16 +254,39 @@ def run(case: Case) -> Iterator[Finding]:
             "seen.",
             "Check that the candidate's policy or kernel is the one that ran.",
         )
-    elif c.copied is not None and (share := float(c.copied[case.rows].mean())) > _MAX_COPIED:
-        normal = min(float(np.nanmean(n.mean_log["level"])) for n in case.normals)
-        if normal > math.log(10.0 * metrics.KL_FLOOR):
+    else:
+        yield from _copies(case)
+    yield from repeatability(case)
+
+
+def _copies(case: Case) -> Iterator[Finding]:
+    """Rows of a phase with the reference's own bits: they make its means smaller.
+
+    A candidate of the reference's own precision may prefill as the reference does, to the last bit.
+    """
+    c = case.comparison
+    if c.copied is None:
+        return
+    policies = [m.get("policy") or {} for m in (c.reference_manifest, c.candidate_manifest)]
+    reference, candidate = (policy.get("fields", {}).get("activations") for policy in policies)
+    for phase, groups in _GROUPS_OF_PHASE.items():
+        rows = c.phase == phase
+        share = float(c.copied[rows].mean()) if rows.any() else 0.0
+        decides = phase == case.band.level
+        if not decides and share == 1.0 and reference and reference == candidate:
+            continue
+        groups = ("level",) if decides else groups
+        normal = [n.mean_log[name] for n in case.normals for name in groups if name in n.mean_log]
+        allowed = _MAX_COPIED_PREFILL if phase == PREFILL and not decides else _MAX_COPIED
+        if share <= allowed or not normal:
+            continue
+        if min(float(np.nanmean(values)) for values in normal) > math.log(10.0 * metrics.KL_FLOOR):
             yield Finding(
                 "inconclusive",
-                f"{share:.0%} of the {PHASES[case.band.level]} rows are the reference's to the last"
-                " bit, and no normal run comes near it: they make every mean smaller.",
+                f"{share:.0%} of the {PHASES[phase]} rows are the reference's to the last bit, and "
+                "no normal run comes near it: they make every mean smaller.",
                 "Another producer wrote them: record the candidate again, as a whole.",
             )
-    yield from repeatability(case)
 
 
 def repeatability(case: Case) -> Iterator[Finding]:
