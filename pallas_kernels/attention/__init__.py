@@ -4,7 +4,7 @@
 S of which only the first `kv_length[b]` slots count: the rest may hold anything, NaN included.
 Implementations are listed in the tables PREFILL and DECODE; the equations are in
 `AttentionFormats`. `mosaic_tpu` runs on TPU, `mosaic_tpu_interpret` is the same kernel in the
-Pallas interpreter, anywhere; `mosaic_gpu` runs on Hopper.
+Pallas interpreter, anywhere; `mosaic_gpu` runs on Hopper and Blackwell.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pallas_kernels import implementations, tiling
 from pallas_kernels.attention import mosaic_tpu, reference, xla
 from pallas_kernels.attention.formats import AttentionFormats
 from pallas_kernels.attention.mosaic_tpu import mosaic_tpu_interpret
-from pallas_kernels.attention.tiles import Tiles, choose, choose_gpu, choose_tpu
+from pallas_kernels.attention.tiles import GPU_ROWS, Tiles, choose, choose_gpu, choose_tpu
 
 __all__ = [
     "DECODE",
@@ -58,20 +58,29 @@ def _one_layer(attention: Callable[..., Result]) -> Callable[..., Result]:
 def _mosaic_gpu(
     q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = False, **rest: Any
 ) -> jax.Array:
-    """`mosaic_gpu.attention`; NotImplementedError where the process has no Hopper."""
+    """`mosaic_gpu.attention`; NotImplementedError where the process has no Hopper or Blackwell."""
     if return_lse:
         raise NotImplementedError("mosaic_gpu attention returns no log-sum-exp; 'xla' does.")
-    device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", "")
-    if device.platform != "gpu" or capability != "9.0":
+    device, capability = jax.devices()[0], _compute_capability()
+    if capability not in GPU_ROWS:
         raise NotImplementedError(
-            "mosaic_gpu attention runs on NVIDIA GPUs of compute capability 9.0 (sm_90a); this is"
-            f" {device.platform!r} {device.device_kind!r} {capability}".rstrip()
+            "mosaic_gpu attention runs on NVIDIA GPUs of compute capability 9.0 (sm_90a) and 10.0"
+            f" (sm_100a); this is {device.platform!r} {device.device_kind!r} {capability}".rstrip()
             + "."
         )
     from pallas_kernels.attention import mosaic_gpu
 
-    return mosaic_gpu.attention(q, k, v, **rest)
+    return mosaic_gpu.attention(q, k, v, capability=capability, **rest)
+
+
+def _compute_capability() -> str:
+    """Of this process's NVIDIA GPU; "" if it has none."""
+    device = jax.devices()[0]
+    return getattr(device, "compute_capability", "") if device.platform == "gpu" else ""
+
+
+def _choose_gpu(q: jax.Array, k: jax.Array, formats: AttentionFormats) -> Tiles:
+    return choose_gpu(q, k, formats, GPU_ROWS[_compute_capability()])
 
 
 PREFILL: dict[str, Callable[..., Result]] = {
@@ -83,7 +92,7 @@ PREFILL: dict[str, Callable[..., Result]] = {
 }
 # A decode step is a prefill of few tokens: the tiles differ, not the functions.
 DECODE: dict[str, Callable[..., Result]] = dict(PREFILL)
-_CHOOSERS = {"mosaic_tpu": choose_tpu, "mosaic_tpu_interpret": choose, "mosaic_gpu": choose_gpu}
+_CHOOSERS = {"mosaic_tpu": choose_tpu, "mosaic_tpu_interpret": choose, "mosaic_gpu": _choose_gpu}
 _STORED = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")
 
 

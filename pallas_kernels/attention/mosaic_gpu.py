@@ -1,15 +1,11 @@
-"""Flash attention for NVIDIA GPUs (Pallas, Mosaic GPU, sm_90a): prefill and decode.
+"""Flash attention for NVIDIA GPUs (Pallas, Mosaic GPU): prefill and decode, Hopper and Blackwell.
 
-The softmax step of mosaic_tpu.py on Hopper's warpgroup matrix units: a block of one warpgroup holds
-64 rows of scores - `heads` query heads of one key head times `block_q` tokens - and walks the keys
-it can see, `block_k` at a time, K and V arriving two steps ahead through shared memory.
+The softmax step of mosaic_tpu.py on a warpgroup's matrix units. Here is what a call goes through in
+front of its kernel; mosaic_gpu_walk has what a block does on either generation, mosaic_gpu_hopper
+and mosaic_gpu_blackwell the products.
 
-- Operands are bfloat16: the units have no float32 product, only TF32. Float32 and float16 P are cut
-  into bfloat16 pieces, which is exact, so that every `p` format is there.
-- P goes through shared memory to the second product. Feeding it from registers is quicker, but the
-  interpreter that tests this kernel cannot.
-- A block takes at most 128 of V's columns, 64 at a time: more accumulators spill. Hv = 256 costs
-  its scores twice.
+Operands are bfloat16: the units have no float32 product, only TF32. Float32 and float16 P are cut
+into bfloat16 pieces, which is exact, so that every `p` format is there.
 """
 
 from __future__ import annotations
@@ -20,20 +16,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import kernel_rounding
+from pallas_kernels.attention import mosaic_gpu_blackwell, mosaic_gpu_hopper, mosaic_gpu_walk
 from pallas_kernels.attention.formats import AttentionFormats
 from pallas_kernels.attention.operands import Operands, prepare
-from pallas_kernels.attention.tiles import Tiles, choose_gpu
-from pallas_kernels.formats import Format
+from pallas_kernels.attention.tiles import GPU_ROWS, GPU_SCORES, Tiles, choose_gpu
 
-ROWS = 64  # of a warpgroup's product
-_STAGES = 2
-_COLUMNS = 64
-_LOWEST = float(jnp.finfo(jnp.float32).min)
+# By compute capability, the keys of GPU_ROWS.
+_FAMILIES = {"9.0": mosaic_gpu_hopper, "10.0": mosaic_gpu_blackwell}
+_COLUMNS = 128  # of V that a block takes at most: more accumulators fit neither
+_SHARED_BYTES = 226 * 1024  # that a block can have on either, less its barriers
 
 
 def attention(
@@ -48,31 +42,40 @@ def attention(
     v_scale: float | jax.Array = 1.0,
     formats: AttentionFormats = AttentionFormats(),  # noqa: B008 - frozen
     tiles: Tiles | None = None,
+    capability: str = "9.0",
     interpret: Any = None,
 ) -> jax.Array:
     """Attention outputs [B, T, N, Hv] float32; arguments as `pallas_kernels.attention.prefill`.
 
-    `tiles` None is `tiles.choose_gpu`. `interpret`: `plgpu.InterpretGPUParams(...)` (jax 0.12) runs
-    the kernel without a GPU. NotImplementedError for formats, tiles or widths that it has not.
+    `tiles` None is `tiles.choose_gpu`. `capability`: "9.0" the kernel of Hopper, "10.0" that of
+    Blackwell. `interpret`: `plgpu.InterpretGPUParams(...)` (jax 0.12) runs it without a GPU.
+    NotImplementedError for formats, tiles or widths that it has not.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    tiles = choose_gpu(q, k, formats) if tiles is None else tiles
-    _refuse(q, k, v, formats, tiles)
-    operands = prepare(q, k, v, scale, k_scale, v_scale, formats, tiles, ROWS)
+    rows = GPU_ROWS[capability]
+    tiles = choose_gpu(q, k, formats, rows) if tiles is None else tiles
+    _refuse(q, k, v, formats, tiles, rows)
+    operands = prepare(q, k, v, scale, k_scale, v_scale, formats, tiles, rows)
     _refuse_operands(operands)
     if not hasattr(plgpu, "store"):
         raise NotImplementedError(
             f"mosaic_gpu attention: jax {jax.__version__} cannot store in a layout of choice;"
             " install jax 0.12 or newer (Python 3.12 or newer), or use 'xla'."
         )
-    return operands.unpack(_call(operands, q_offset, kv_length, formats, tiles, interpret))
+    family = _FAMILIES[capability]
+    return operands.unpack(_call(family, operands, q_offset, kv_length, formats, tiles, interpret))
 
 
 def _refuse(
-    q: jax.Array, k: jax.Array, v: jax.Array, formats: AttentionFormats, tiles: Tiles
+    q: jax.Array, k: jax.Array, v: jax.Array, formats: AttentionFormats, tiles: Tiles, rows: int
 ) -> None:
-    """NotImplementedError naming the first width, format or tile that the kernel has not."""
+    """NotImplementedError naming the first dtype, width, format or tile that is not there."""
     where = "mosaic_gpu attention:"
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if array.dtype == jnp.float64:
+            raise NotImplementedError(
+                f"{where} {name} is float64; it computes in float32. 'reference' takes float64."
+            )
     for name, width in (("q and k", q.shape[-1]), ("v", v.shape[-1])):
         if width % 64 or width > 256:
             raise NotImplementedError(
@@ -91,14 +94,23 @@ def _refuse(
             f"{where} formats.p={p} with rescale_threshold={formats.rescale_threshold} overflows"
             " float16."
         )
+    steps = [keys for keys in (64, 128) if keys * rows <= GPU_SCORES]
+    allowed = " or ".join(map(str, steps))
     if not formats.is_tile_independent and tiles.block_k != formats.block_k:
         raise NotImplementedError(
             f"{where} formats.block_k={formats.block_k}: bits of these formats depend on it, and a"
-            f" softmax step holds {tiles.block_k} keys here (64 or 128 in registers)."
+            f" softmax step holds {tiles.block_k} keys here ({allowed} in registers)."
         )
-    if tiles.block_k not in (64, 128) or tiles.heads * tiles.block_q > ROWS:
+    if tiles.block_k not in steps or tiles.heads * tiles.block_q > rows:
         raise NotImplementedError(
-            f"{where} {tiles} does not fit: block_k is 64 or 128, heads * block_q at most {ROWS}."
+            f"{where} {tiles} does not fit: block_k is {allowed}, heads * block_q at most {rows}."
+        )
+    loaded = mosaic_gpu_walk.STAGES * tiles.block_k * (q.shape[-1] + _columns(v.shape[-1]))
+    p_size = mosaic_gpu_walk.pieces(p) * rows * tiles.block_k
+    if 2 * (rows * q.shape[-1] + loaded + p_size) > _SHARED_BYTES:
+        raise NotImplementedError(
+            f"{where} {tiles} with q and k of width {q.shape[-1]} and p={p} is more than the"
+            f" {_SHARED_BYTES} bytes of shared memory; 64 keys a step fit (formats.block_k)."
         )
     if tiles.splits != 1 or tiles.fp8_dot:
         raise NotImplementedError(f"{where} {tiles}: neither splits nor fp8_dot here.")
@@ -114,7 +126,13 @@ def _refuse_operands(operands: Operands) -> None:
             )
 
 
+def _columns(v_width: int) -> int:
+    """Columns of V that a block takes; all its blocks of one row compute the same scores."""
+    return math.gcd(v_width, _COLUMNS)
+
+
 def _call(
+    family: Any,
     operands: Operands,
     q_offset: jax.Array,
     kv_length: jax.Array,
@@ -122,179 +140,40 @@ def _call(
     tiles: Tiles,
     interpret: Any,
 ) -> jax.Array:
-    """Packed rows [B, U, blocks, 64, Hv]."""
+    """Packed rows [B, U, blocks, rows, Hv]."""
     q = operands.q
-    # Hopper's products take both operands in one dtype of 16 bits.
+    # The units take both operands in one dtype of 16 bits.
     k, v = (x.astype(jnp.bfloat16) for x in (operands.k, operands.v))
-    batch, units, blocks, _, width = q.shape
-    pieces = _pieces(formats.p)
+    batch, units, blocks, rows, width = q.shape
     v_width, block_k = v.shape[3], tiles.block_k
-    # An accumulator of 256 columns spills: two blocks share them, and both compute the scores.
-    columns = v_width if v_width <= 128 else math.gcd(v_width, 128)
-    parts = v_width // columns
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    columns = _columns(v_width)
+    stages = mosaic_gpu_walk.STAGES
+    barrier = functools.partial(plgpu.Barrier, orders_tensor_core=family.ORDERS_TENSOR_CORE)
+    copies = dict(
+        q_smem=mosaic_gpu_walk.shared(rows, width),
+        k_smem=mosaic_gpu_walk.shared(stages, block_k, width),
+        v_smem=mosaic_gpu_walk.shared(stages, block_k, columns),
+        q_barrier=barrier(),
+        k_barriers=barrier(num_barriers=stages),
+        v_barriers=barrier(num_barriers=stages),
+    )
 
-    def shared(*shape: int) -> Any:
-        return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+    def kernel(*refs: Any, products: dict[str, Any], **copies: Any) -> None:
+        *inputs, o_ref = refs
+        walk = mosaic_gpu_walk.Walk(
+            *inputs, **copies, formats=formats, tiles=tiles, tokens=operands.tokens,
+            layout=family.LAYOUT,
+        )  # fmt: skip
+        family.kernel(walk, o_ref, **products)
 
     factors = jnp.stack([operands.score_factor, operands.log2_factor, operands.shift])
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, formats=formats, tiles=tiles, tokens=operands.tokens),
-        out_type=jax.ShapeDtypeStruct((batch, units, blocks, ROWS, v_width), jnp.float32),
-        grid=(blocks, parts, units, batch),
+    run = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((batch, units, blocks, rows, v_width), jnp.float32),
+        grid=(blocks, v_width // columns, units, batch),
         grid_names=("block", "part", "unit", "batch"),
-        scratch_types=dict(
-            q_smem=shared(ROWS, width),
-            k_smem=shared(_STAGES, block_k, width),
-            v_smem=shared(_STAGES, block_k, columns),
-            p_smem=shared(pieces, ROWS, block_k),
-            q_barrier=plgpu.Barrier(),
-            k_barriers=plgpu.Barrier(num_barriers=_STAGES),
-            v_barriers=plgpu.Barrier(num_barriers=_STAGES),
-        ),
+        scratch_types=dict(**copies, products=family.scratch(rows, columns, formats, tiles)),
         compiler_params=plgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Lane),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(q_offset, jnp.minimum(kv_length, k.shape[2]), factors, q, k, v)
-
-
-def _pieces(fmt: Format) -> int:
-    """bfloat16 arrays whose sum is P in this format."""
-    if kernel_rounding.fits_bfloat16(fmt):
-        return 1
-    return 2 if fmt.dtype == "float16" or (fmt.mantissa_bits or 23) <= 15 else 3
-
-
-def _kernel(
-    offset_ref, length_ref, factors_ref, q_ref, k_ref, v_ref, o_ref, *, q_smem, k_smem, v_smem,
-    p_smem, q_barrier, k_barriers, v_barriers, formats, tiles, tokens,
-) -> None:  # fmt: skip
-    """One block of 64 rows: q_ref [B, U, blocks, 64, H], k_ref [B, G, S, H], v_ref alike."""
-    b, unit, part, i = (jax.lax.axis_index(x) for x in ("batch", "unit", "part", "block"))
-    block_k, width = tiles.block_k, v_smem.shape[2]
-    head = jax.lax.div(unit, jnp.int32(q_ref.shape[1] // k_ref.shape[1]))
-    first, length = offset_ref[b] + i * tiles.block_q, length_ref[b]
-    last = jnp.minimum(first + tiles.block_q, offset_ref[b] + tokens)
-    # Every row sees the keys below `seen`; none sees one from `end` on.
-    seen = jnp.maximum(jnp.minimum(first + 1, length), 0)
-    end = jnp.maximum(jnp.minimum(last, length), 0)
-    steps = jax.lax.div(end + (block_k - 1), jnp.int32(block_k))
-    whole = jax.lax.div(seen, jnp.int32(block_k))
-
-    def fetch(ref: Any, smem: Any, barriers: Any, step: Any) -> None:
-        slot = jax.lax.rem(step, jnp.int32(_STAGES))
-        keys = pl.ds(step * block_k, block_k)
-        columns = pl.ds((part if ref is v_ref else 0) * width, smem.shape[2])
-        plgpu.copy_gmem_to_smem(ref.at[b, head, keys, columns], smem.at[slot], barriers.at[slot])
-
-    plgpu.copy_gmem_to_smem(q_ref.at[b, unit, i], q_smem, q_barrier)
-    for ahead in range(_STAGES):
-
-        @pl.when(ahead < steps)
-        def _(ahead=ahead):
-            fetch(k_ref, k_smem, k_barriers, jnp.int32(ahead))
-            fetch(v_ref, v_smem, v_barriers, jnp.int32(ahead))
-
-    plgpu.barrier_wait(q_barrier)
-    step = functools.partial(
-        _softmax_step, factors_ref, q_smem, k_smem, v_smem, p_smem, k_barriers, v_barriers,
-        formats=formats, block_k=block_k,
-        refill=lambda n, ref, smem, barriers: pl.when(n + _STAGES < steps)(
-            lambda: fetch(ref, smem, barriers, n + _STAGES)
-        ),
-        refs=(k_ref, v_ref), position=(first, length, tiles.block_q),
-    )  # fmt: skip
-    row_layout = plgpu.Layout.WGMMA.reduce(1)
-    carry = (
-        plgpu.layout_cast(jnp.full((ROWS,), _LOWEST, jnp.float32), row_layout),
-        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row_layout),
-        tuple(
-            plgpu.layout_cast(jnp.zeros((ROWS, _COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
-            for _ in range(width // _COLUMNS)
-        ),
-    )
-    carry = jax.lax.fori_loop(0, whole, functools.partial(step, masked=False), carry)
-    _, total, accs = jax.lax.fori_loop(whole, steps, functools.partial(step, masked=True), carry)
-    total = jnp.where(total == 0, jnp.float32(1), total)
-    for column, acc in zip(range(0, width, _COLUMNS), accs, strict=True):
-        o = acc / jax.lax.broadcast_in_dim(total, acc.shape, [0])
-        columns = pl.ds(part * width + column, _COLUMNS)
-        plgpu.store(o_ref.at[b, unit, i, :, columns], o, optimized=False)
-
-
-def _softmax_step(
-    factors_ref, q_smem, k_smem, v_smem, p_smem, k_barriers, v_barriers, n, carry, *, formats,
-    block_k, refill, refs, position, masked,
-) -> Any:  # fmt: skip
-    """Key tile n: (running maximum [64], sum [64], accumulator in columns of 64) after it."""
-    m, total, accs = carry
-    shape = (ROWS, block_k)
-    slot = jax.lax.rem(n, jnp.int32(_STAGES))
-    factor = factors_ref[1]
-
-    def scores(acc_ref: Any) -> jax.Array:
-        plgpu.wgmma(acc_ref, q_smem, k_smem.at[slot].T)
-        return acc_ref[...]
-
-    plgpu.barrier_wait(k_barriers.at[slot])
-    s = pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32))
-    refill(n, refs[0], k_smem, k_barriers)
-    if not formats.scores.is_exact:
-        s = kernel_rounding.round_to(s * factors_ref[0], formats.scores)
-    if masked:
-        first, length, block_q = position
-        row, key = (
-            plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
-            for axis in (0, 1)
-        )
-        token = first + (row & jnp.int32(block_q - 1))
-        key = key + n * block_k
-        s = jnp.where((key <= token) & (key < length), s, -jnp.inf)
-
-    m_new = jnp.maximum(m, jnp.max(s, axis=1) - factors_ref[2])
-    if formats.rescale_threshold > 0:
-        risen = (m_new - m) * factor > jnp.float32(formats.rescale_threshold)
-        m_new = jnp.where(risen, m_new, m)
-    p = jnp.exp2((s - jax.lax.broadcast_in_dim(m_new, shape, [0])) * factor)
-    alpha = jnp.exp2((m - m_new) * factor)
-    fmt = formats.p
-    most = fmt.scale * 2.0**formats.rescale_threshold
-    rounded = kernel_rounding.round_probabilities(p, fmt, most)
-    total = total * alpha + jnp.sum(rounded if formats.row_sum == "rounded" else p, axis=1)
-    pieces = kernel_rounding.bfloat16_pieces(rounded, _pieces(fmt))
-    for index, piece in enumerate(pieces):
-        p_smem[index] = piece
-    plgpu.barrier_wait(v_barriers.at[slot])
-    if masked:
-
-        @pl.when((n + 1) * block_k > position[1])
-        def _():
-            _clear(v_smem.at[slot], position[1] - n * block_k)
-
-    plgpu.commit_smem()
-    columns = range(0, v_smem.shape[2], _COLUMNS)
-    grown = []
-    for column, acc in zip(columns, accs, strict=True):
-
-        def values(acc_ref: Any, column: int = column) -> jax.Array:
-            for index in range(len(pieces)):
-                v = v_smem.at[slot, :, pl.ds(column, _COLUMNS)]
-                plgpu.wgmma(acc_ref, p_smem.at[index], v)
-            return acc_ref[...]
-
-        pv = pl.run_scoped(values, plgpu.ACC((ROWS, _COLUMNS), jnp.float32))
-        grown.append(acc * jax.lax.broadcast_in_dim(alpha, acc.shape, [0]) + pv)
-    refill(n, refs[1], v_smem, v_barriers)
-    return m_new, total, tuple(grown)
-
-
-def _clear(v_ref: Any, used: jax.Array) -> None:
-    """Zeros in the rows of v_ref [block_k, Hv] from `used` on: 0 * NaN is NaN."""
-    block_k, width = v_ref.shape
-    for start in range(0, block_k, ROWS):
-        for column in range(0, width, _COLUMNS):
-            part = v_ref.at[pl.ds(start, ROWS), pl.ds(column, _COLUMNS)]
-            v = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-            row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
-            wide = jnp.where(row + start < used, v.astype(jnp.float32), jnp.float32(0))
-            plgpu.store(part, wide.astype(v.dtype))
+    return run(q_offset, jnp.minimum(kv_length, k.shape[2]), factors, q, k, v)

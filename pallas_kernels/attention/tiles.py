@@ -15,6 +15,9 @@ _PREFILL_ROWS = 1024
 _SCORES = 512 * 1024  # most float32 scores of one softmax step (2 MiB)
 _MOST_KEYS = 512  # keys of one softmax step, where the formats leave the choice
 _LOADED_KEYS = 1024  # keys of one grid step
+# Rows of a matrix unit's product, by the compute capability of the GPUs that mosaic_gpu is for.
+GPU_ROWS = {"9.0": 64, "10.0": 128}
+GPU_SCORES = 64 * 128  # of one softmax step: 64 in each thread's registers
 _FP8_CAST = ("TPU7", "TPU7x")  # device kinds that convert float32 to e4m3 by themselves
 
 
@@ -88,17 +91,18 @@ def choose_tpu(
     return dataclasses.replace(choose(q, k, formats), fp8_cast=casts)
 
 
-def choose_gpu(q: jax.Array, k: jax.Array, formats: AttentionFormats) -> Tiles:
-    """`choose` for mosaic_gpu: 64 rows of one warpgroup, and as many keys as registers hold."""
+def choose_gpu(q: jax.Array, k: jax.Array, formats: AttentionFormats, rows: int) -> Tiles:
+    """`choose` for mosaic_gpu: `rows` of one warpgroup, and as many keys as registers hold."""
     tokens, heads = q.shape[1:3]
     share = heads // k.shape[2]
+    most = GPU_SCORES // rows
     # P in several pieces takes registers that 128 scores of a row do not leave.
     widest = 128 if fits_bfloat16(formats.p) else 64
-    block_k = 64 if q.shape[3] > widest else 128
-    if not formats.is_tile_independent and formats.block_k in (64, 128):
+    block_k = 64 if q.shape[3] > widest else most
+    if not formats.is_tile_independent and formats.block_k in (64, most):
         block_k = formats.block_k
-    block_q = min(next_power(tokens), 64)
-    per_block = max(d for d in range(1, share + 1) if share % d == 0 and d * block_q <= 64)
+    block_q = min(next_power(tokens), rows)
+    per_block = max(d for d in range(1, share + 1) if share % d == 0 and d * block_q <= rows)
     return Tiles(per_block, block_q, block_k, block_k)
 
 

@@ -1,6 +1,6 @@
 """Compiles the GPU kernels of `arg_specs` with the real GPU compiler, prints registers and spills.
 
-  python -m tests.compile.gpu [--gpus h100,b200] [--only TEXT]
+  python -m tests.compile.gpu [--gpus h100,b200] [--only TEXT] [--all]
 
 Needs no GPU, but jax's CUDA plugin and NVIDIA's assembler:
   pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
@@ -53,40 +53,55 @@ def compile_for(gpu: str, function: Any, *avals: Any) -> list[str]:
     return re.findall(r'kernel_hash = "([^"]+)"', lowered.as_text())
 
 
-def kernels() -> Iterator[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...]]]:
-    """(name, GPUs it is for, function, argument shapes) of every kernel to compile."""
+def kernels(
+    every: bool,
+) -> Iterator[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...]]]:
+    """(name, GPUs it is for, function, argument shapes) of the kernels to compile.
+
+    Attention specs with the same blocks differ in the grid alone, and the first stands for them,
+    unless it shall be `every` one.
+    """
     for name, spec in DELTA_RULE.items():
         run = functools.partial(
             getattr(delta_rule_gpu, spec.op), lengths=None, scale=spec.key_dim**-0.5,
             formats=DeltaRuleFormats(),
         )  # fmt: skip
         yield name, tuple(GPUS), run, tuple(spec.arguments().values())
+    blocks = set()
     for name, spec in ATTENTION.items():
+        block = spec.width, spec.v_width, spec.op
+        if block in blocks and not every:
+            continue
+        blocks.add(block)
         for label, p in (("bf16", BF16), ("fp8*448", E4M3_448), ("f32", F32)):
             formats = AttentionFormats(q=BF16, p=p, block_k=64)
 
-            def attend(q, k, v, q_offset, kv_length, formats=formats):
+            def attend(q, k, v, q_offset, kv_length, formats=formats, capability=""):
                 return attention_gpu.attention(
-                    q, k, v, q_offset=q_offset, kv_length=kv_length, k_scale=0.5, formats=formats
-                )
+                    q, k, v, q_offset=q_offset, kv_length=kv_length, k_scale=0.5, formats=formats,
+                    capability=capability,
+                )  # fmt: skip
 
-            # Its products are Hopper's wgmma, which Blackwell has not.
-            yield f"{name} p={label}", ("h100",), attend, tuple(spec.arguments().values())
+            for gpu in GPUS:
+                run = functools.partial(attend, capability=f"{GPUS[gpu][1]}.0")
+                yield f"{name} p={label}", (gpu,), run, tuple(spec.arguments().values())
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", default="h100,b200")
     parser.add_argument("--only", default="", help="only names that contain this")
+    parser.add_argument("--all", action="store_true", help="specs that differ in the grid too")
     args = parser.parse_args()
     if "," in args.gpus:
         # A process each: the compiler dumps a kernel once, whatever the device.
         command = [sys.executable, "-m", "tests.compile.gpu", "--only", args.only, "--gpus"]
+        command[3:3] = ["--all"] * args.all
         return max(subprocess.run([*command, gpu]).returncode for gpu in args.gpus.split(","))
     print(f"jax {jax.__version__}; compiled, not run")
     print(f"{'kernel':40}{'gpu':6}{'s':>6}{'registers':>11}{'spill B':>9}{'shared B':>10}")
     failures, seen = 0, {}
-    for name, made_for, run, avals in kernels():
+    for name, made_for, run, avals in kernels(args.all):
         if args.only not in name:
             continue
         for gpu in set(args.gpus.split(",")) & set(made_for):

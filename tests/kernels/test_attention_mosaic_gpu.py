@@ -1,70 +1,111 @@
-"""The GPU attention kernel in the GPU interpreter (jax 0.12), races watched; refusals anywhere."""
+"""The GPU attention kernels in the GPU interpreter (jax 0.12), races watched; refusals anywhere."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from attention_cases import assert_true, make, row_errors, tiled
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from mutants import mutant
 
 from pallas_kernels import attention
 from pallas_kernels.attention import AttentionFormats, Tiles, mosaic_gpu
-from pallas_kernels.formats import BF16, E4M3_256, E4M3_448, F16, Format
+from pallas_kernels.attention.tiles import choose_gpu
+from pallas_kernels.formats import BF16, E4M3_448, F16, Format
 
+HOPPER, BLACKWELL = "9.0", "10.0"
 BF16_OPERANDS = AttentionFormats(q=BF16, k=BF16, v=BF16, block_k=64)
 interpreted = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="the GPU interpreter came with jax 0.12"
 )
+both = pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
 
 
-def run(case, tiles: Tiles | None = None, **interpret) -> np.ndarray:
+def call(case, **rest) -> np.ndarray:
+    fields = {name: getattr(case, name) for name in case._fields[3:]}
+    return np.asarray(mosaic_gpu.attention(*case[:3], **fields, **rest))
+
+
+def run(case, gpu: str) -> np.ndarray:
     """Outputs; a race, or a read of what nobody wrote or of NaN slots, is no number."""
-    watched = plgpu.InterpretGPUParams(detect_races=True, **interpret)
-    rest = {name: getattr(case, name) for name in case._fields[3:]}
-    o = mosaic_gpu.attention(*case[:3], tiles=tiles, interpret=watched, **rest)
-    return np.asarray(o)
+    # Asynchronous work takes turns on clocks, and two works on one clock are never a race.
+    watched = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=61)
+    return call(case, capability=gpu, interpret=watched)
 
 
 def with_formats(case, **changes):
     return case._replace(formats=dataclasses.replace(BF16_OPERANDS, **changes))
 
 
-@interpreted
-@pytest.mark.parametrize(
-    "shape, changes",
-    [
-        (dict(B=1, T=70, S=150, N=1, G=1, H=64, Hv=64), dict(p=BF16)),
-        (dict(B=2, T=1, S=150, N=6, G=2, H=64, Hv=64), dict(p=E4M3_448)),
-        (dict(B=1, T=3, S=140, N=1, G=1, H=192, Hv=128), dict(p=F16, block_k=128)),
-        (dict(B=1, T=2, S=70, N=4, G=2, H=64, Hv=64), dict(p=E4M3_256, row_sum="rounded")),
-    ],
-    ids=["ragged prefill", "decode", "MLA", "rounded sum"],
-)
-def test_rounds_where_the_oracle_rounds(shape, changes):
-    case = with_formats(make(70, sigma=2.0, **shape), **changes)
-    error = row_errors(run(case), tiled(case))
+def assert_rounds_as_the_oracle(o, case):
+    error = row_errors(o, tiled(case))
     assert np.quantile(error, 0.8) <= 2e-6 and error.max() < 1e-2
 
 
 @interpreted
-def test_float32_probabilities_are_exact_in_pieces():
+@pytest.mark.parametrize(
+    "gpu, shape, changes",
+    [
+        (HOPPER, dict(B=1, T=70, S=150, N=1, G=1, H=64, Hv=64), dict(p=BF16)),
+        (HOPPER, dict(B=1, T=3, S=140, N=1, G=1, H=192, Hv=128), dict(p=F16, block_k=128)),
+        (BLACKWELL, dict(B=1, T=130, S=150, N=1, G=1, H=64, Hv=64), dict(p=BF16)),
+        (BLACKWELL, dict(B=1, T=1, S=150, N=6, G=2, H=64, Hv=64), dict(p=E4M3_448)),
+        (
+            BLACKWELL,
+            dict(B=1, T=2, S=150, N=1, G=1, H=64, Hv=192),
+            dict(p=BF16, scores=F16, row_sum="rounded", rescale_threshold=4.0),
+        ),
+    ],
+    ids=["hopper, ragged prefill", "hopper, MLA", "ragged prefill", "decode", "late rescale"],
+)
+def test_rounds_where_the_oracle_rounds(gpu, shape, changes):
+    case = with_formats(make(70, sigma=2.0, **shape), **changes)
+    assert_rounds_as_the_oracle(run(case, gpu), case)
+
+
+@interpreted
+@both
+def test_float32_probabilities_are_exact_in_pieces(gpu):
     """The truth for operands that are bfloat16 already: nothing else rounds."""
-    case = make(71, B=1, T=5, S=100, N=2, G=2, H=64, Hv=128, lengths=(90,))
+    case = make(71, B=1, T=5, S=100, N=1, G=1, H=192, Hv=128, lengths=(90,))
     import ml_dtypes
 
     q, k, v = (x.astype(ml_dtypes.bfloat16) for x in case[:3])
     case = case._replace(q=q, k=k, v=v, k_scale=0.5, v_scale=2.0, formats=AttentionFormats())
-    assert_true(run(case), case)
+    assert_true(run(case, gpu), case)
 
 
 @interpreted
-def test_keyless_rows_are_zero():
+@both
+def test_keyless_rows_are_zero(gpu):
     case = make(72, B=2, T=2, S=70, N=1, G=1, H=64, Hv=64)
     case = with_formats(case._replace(kv_length=np.array([0, 47], np.int32)), p=BF16)
-    o = run(case)
+    o = run(case, gpu)
     assert (o[0] == 0).all() and np.isfinite(o).all() and (o[1] != 0).any()
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "old, new, seen",
+    [
+        ("old * walk.along_rows(alpha, old.shape) + new", "old + new", "quantile"),
+        ("pl.when(n > 0)(lambda: plgpu.barrier_wait(pv_ready))", "pass", "RACE DETECTED"),
+        ("scores = load(s)\n        plgpu.wait_load_tmem()", "scores = load(s)", "RACE DETECTED"),
+        ("            plgpu.commit_smem()", "            pass", "RACE DETECTED"),
+    ],
+    ids=["no rescaling", "product not awaited", "scores overwritten", "clearing not committed"],
+)
+def test_planted_faults_show(old, new, seen, monkeypatch):
+    """Blackwell's products run beside the warpgroup: what is forgotten there is seen."""
+    faulty = mutant("pallas_kernels.attention", ("mosaic_gpu_blackwell",), old, new)
+    monkeypatch.setitem(mosaic_gpu._FAMILIES, BLACKWELL, faulty)
+    case = make(75, sigma=2.0, B=1, T=1, S=100, N=1, G=1, H=64, Hv=64, lengths=(90,))
+    case = with_formats(case, p=BF16)
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match=seen):
+        assert_rounds_as_the_oracle(run(case, BLACKWELL), case)
 
 
 @pytest.mark.parametrize(
@@ -77,35 +118,63 @@ def test_keyless_rows_are_zero():
         (dict(H=64, Hv=64), dict(acc=F16), "formats.acc=f16 is not f32"),
         (dict(H=64, Hv=64), dict(p=BF16, block_k=512), "formats.block_k=512"),
         (dict(H=64, Hv=64), dict(p=Format("float16", 1e5)), "overflows float16"),
+        (dict(H=256, Hv=128), dict(p=BF16, block_k=128), "bytes of shared memory; 64 keys"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_refusals_name_what_and_why(shape, changes, message):
     case = with_formats(make(73, B=1, T=2, S=80, N=2, G=1, **shape), **changes)
-    rest = {name: getattr(case, name) for name in case._fields[3:]}
     with pytest.raises(NotImplementedError, match=message):
-        mosaic_gpu.attention(*case[:3], **rest)
+        call(case)
+
+
+def test_refuses_float64():
+    case = make(73, B=1, T=2, S=80, N=2, G=1, H=64, Hv=64)
+    with pytest.raises(NotImplementedError, match="v is float64"):
+        call(with_formats(case._replace(v=case.v.astype(np.float64)), p=BF16))
 
 
 def test_refused_tiles():
     case = with_formats(make(73, B=1, T=2, S=80, N=2, G=1, H=64, Hv=64))
-    rest = {name: getattr(case, name) for name in case._fields[3:]}
     for tiles in (Tiles(2, 64, 64, 64), Tiles(1, 2, 256, 256), Tiles(1, 2, 64, 64, splits=2)):
         with pytest.raises(NotImplementedError, match="Tiles"):
-            mosaic_gpu.attention(*case[:3], tiles=tiles, **rest)
+            call(case, tiles=tiles)
+
+
+def test_blackwell_holds_twice_the_rows_and_half_the_keys():
+    case = make(73, B=1, T=200, S=80, N=6, G=1, H=64, Hv=64)
+    assert choose_gpu(case.q, case.k, AttentionFormats(), 64) == Tiles(1, 64, 128, 128)
+    assert choose_gpu(case.q, case.k, AttentionFormats(), 128) == Tiles(1, 128, 64, 64)
+    step = choose_gpu(case.q[:, :1], case.k, AttentionFormats(), 128)
+    assert step == Tiles(6, 1, 64, 64)
+    with pytest.raises(NotImplementedError, match=r"formats.block_k=128: .*\(64 in registers\)"):
+        call(with_formats(case, p=BF16, block_k=128), capability=BLACKWELL)
+    with pytest.raises(NotImplementedError, match="block_q at most 64"):
+        call(with_formats(case, p=BF16), tiles=Tiles(1, 128, 64, 64))
+
+
+@interpreted
+def test_the_device_decides_which_kernel(monkeypatch):
+    case = make(73, B=1, T=200, S=80, N=6, G=1, H=64, Hv=64)
+    for gpu, rows in ((HOPPER, 64), (BLACKWELL, 128)):
+        monkeypatch.setattr(attention, "_compute_capability", lambda gpu=gpu: gpu)
+        runs = attention.describe(
+            "prefill", *case[:3], formats=with_formats(case, p=BF16).formats,
+            implementation="mosaic_gpu",
+        )  # fmt: skip
+        assert runs["tiles"] == dataclasses.asdict(Tiles(1, rows, 64, 64))
 
 
 @pytest.mark.skipif(hasattr(plgpu, "store"), reason="this jax is new enough")
 def test_refuses_a_jax_that_is_too_old():
     case = with_formats(make(73, B=1, T=2, S=80, N=2, G=1, H=64, Hv=64))
-    rest = {name: getattr(case, name) for name in case._fields[3:]}
     with pytest.raises(NotImplementedError, match=r"jax 0\..* install jax 0\.12"):
-        mosaic_gpu.attention(*case[:3], **rest)
+        call(case)
 
 
 def test_table_entry_refuses_a_cpu():
     case = make(74, T=2, S=20)
-    with pytest.raises(NotImplementedError, match=r"compute capability 9.0 .*'cpu'"):
+    with pytest.raises(NotImplementedError, match=r"capability 9.0 .* 10.0 .*'cpu'"):
         attention.prefill(
             *case[:3], q_offset=case.q_offset, kv_length=case.kv_length, implementation="mosaic_gpu"
         )
