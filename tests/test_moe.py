@@ -210,12 +210,10 @@ EIGHT_DEVICES = """
     params = draw(config)
     x = np.random.default_rng(1).standard_normal((4, 5, 24)).astype(np.float32)
     want, ids, _ = expected(params, 1, config, x)
-    for text in ("data=2,tensor=4", "data=2,fsdp=2,tensor=2"):
+    for text in ("data=2,tensor=4", "fsdp=2,expert=2,tensor=2"):
         mesh = parse_mesh(text)
-        axes = [name for name in ("tensor", "fsdp") if mesh.shape[name] > 1]
-        placement = ExpertPlacement(
-            mesh, "data", *(name if name in axes else None for name in ("tensor", "fsdp"))
-        )
+        width = "fsdp" if mesh.shape["fsdp"] > 1 else None
+        placement = ExpertPlacement(mesh, "data", ("expert", "tensor"), width)
         call = jax.jit(lambda x: layer_of(params, 1)(
             x, jnp.int32(1), F32, config, eps=EPS, placement=placement))
         for batch in (4, 1):  # one does not divide: every device computes it

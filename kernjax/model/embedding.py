@@ -14,7 +14,7 @@ class EmbeddingPlacement:
     """The mesh axes over which the vocabulary and the width of the embedding are split, or None."""
 
     vocab: str | None = None
-    width: str | None = None
+    width: str | tuple[str, ...] | None = None
 
 
 def look_up(

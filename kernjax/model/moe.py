@@ -63,12 +63,13 @@ class ExpertPlacement:
     """How tokens and experts lie on a mesh; None in its place: on one device.
 
     `tokens` is the axis of the batch, `experts` and `width` those of E and F in `Stacks`; None:
-    not sharded. Every device computes the experts it holds, for all tokens of its batch.
+    not sharded. Of several, the first is the outermost. Every device computes the experts it holds,
+    for all tokens of its batch.
     """
 
     mesh: Mesh
     tokens: str | None = None
-    experts: str | None = None
+    experts: str | tuple[str, ...] | None = None
     width: str | None = None
 
 
@@ -218,10 +219,10 @@ def _experts_here(
     policy: LayerPolicy,
     glu: Glu,
     exact: bool,
-    experts: str | None = None,
+    experts: str | tuple[str, ...] | None = None,
     width: str | None = None,
 ) -> jax.Array:
-    """`weighted_experts` by the experts that `stacks` holds: of mesh axis `experts`, this part.
+    """`weighted_experts` by the experts that `stacks` holds: of mesh axes `experts`, this part.
 
     Parts of an expert's width (mesh axis `width`) are summed before anything is rounded.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.experimental.mesh_utils import create_device_mesh
@@ -21,13 +21,15 @@ from kernjax.model.moe import ExpertPlacement
 from kernjax.model.params import abstract_params, leaves, tree_of
 
 # Outermost first: the more an axis has to send, the nearer its devices should be to each other.
-MESH_AXES = ("data", "sequence", "fsdp", "tensor")
+MESH_AXES = ("data", "sequence", "fsdp", "expert", "tensor")
 
 # The compiler propagates shardings. Said, for the defaults of jax change: a mesh without devices is
 # of type Explicit from 0.12 on.
 _AUTO = (AxisType.Auto,) * len(MESH_AXES)
 
-RULES: Mapping[str, str | None] = {
+# Of several mesh axes the first one that a mesh has must divide; others join it where they do.
+Rule: TypeAlias = str | tuple[str, ...] | None
+RULES: Mapping[str, Rule] = {
     "batch": "data",
     "slots": "sequence",  # of keys and values; recurrent states have none, every part has them
     "layers": None,  # scanned: every device holds its part of every layer
@@ -38,9 +40,14 @@ RULES: Mapping[str, str | None] = {
     "kv_heads": "tensor",
     "linear_heads": "tensor",
     "linear_qkv": "tensor",
-    "expert": "tensor",  # every device computes its experts, for all tokens of its batch
-    "expert_mlp": "fsdp",  # and, of each, its part of the width inside
+    # Every device computes its experts, for all tokens of its batch,
+    "expert": ("expert", "tensor"),
+    "expert_mlp": "fsdp",  # and, of each, its part of the width inside.
 }
+
+# What else parts an axis, where it divides and nothing else of the array lies on it: matrices
+# without experts would lie whole on every device of `expert`.
+SPARE: Mapping[str, str] = {"embed": "expert"}
 
 # Replicated where the mesh axis does not divide them: a model has few KV heads, and every query
 # head of a shard needs its own. Any other axis that does not divide is an error.
@@ -51,9 +58,9 @@ def partition_spec(
     axes: Sequence[str | None],
     units: Sequence[int],
     mesh: Mesh | AbstractMesh,
-    rules: Mapping[str, str | None] = RULES,
+    rules: Mapping[str, Rule] = RULES,
 ) -> PartitionSpec:
-    """The placement of an array with these logical axes on `mesh`.
+    """The placement of an array with these logical axes on `mesh`, by `rules` and `SPARE`.
 
     `units`: each axis's length, counted in what may not be split (heads, for heads * dim). A mesh
     axis that the mesh lacks, or that has size 1, shards nothing. ValueError for an unknown logical
@@ -62,29 +69,46 @@ def partition_spec(
     for axis in axes:
         if axis is not None and axis not in rules:
             raise ValueError(f"unknown logical axis {axis!r}; known: {', '.join(rules)}")
-    targets = [None if axis is None else rules[axis] for axis in axes]
-    taken = [target for target in targets if target is not None]
+    targets = [() if axis is None else _mesh_axes(rules[axis]) for axis in axes]
+    taken = [target for several in targets for target in several]
     if len(set(taken)) != len(taken):  # whatever the sizes: a wrong table shows on a laptop too
         raise ValueError(
-            f"logical axes {tuple(axes)} collide: they map to mesh axes {tuple(targets)}, "
+            f"logical axes {tuple(axes)} collide: they map to mesh axes {tuple(taken)}, "
             "and a mesh axis can shard one axis of an array only"
         )
-    placement: list[str | None] = []
-    for axis, target, count in zip(axes, targets, units, strict=True):
-        shards = 1 if target is None else mesh.shape.get(target, 1)
-        if count % shards and axis not in REPLICATED_IF_INDIVISIBLE:
-            raise UserError(
-                f"Mesh {format_mesh(mesh)}: {target}={shards} does not divide the model's "
-                f"{count} {axis}.",
-                f"Expected {target} to be a divisor of {count}.",
-                "Choose another --mesh.",
-            )
-        placement.append(target if shards > 1 and count % shards == 0 else None)
+    placement: list[str | tuple[str, ...] | None] = []
+    for axis, several, count in zip(axes, targets, units, strict=True):
+        chosen: list[str] = []
+        spare = [SPARE[axis]] if axis in SPARE and SPARE[axis] not in taken else []
+        for target in (*several, *spare):
+            shards = mesh.shape.get(target, 1)
+            if shards == 1:
+                continue
+            if count % shards == 0:
+                chosen.append(target)
+                count //= shards
+            elif not chosen and target in several and axis not in REPLICATED_IF_INDIVISIBLE:
+                raise UserError(
+                    f"Mesh {format_mesh(mesh)}: {target}={shards} does not divide the model's "
+                    f"{count} {axis}.",
+                    f"Expected {target} to be a divisor of {count}.",
+                    "Choose another --mesh.",
+                )
+        placement.append(tuple(chosen) if len(chosen) > 1 else next(iter(chosen), None))
     return PartitionSpec(*placement)
 
 
+def _mesh_axes(entry: Rule) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry
+
+
+def shards_of(mesh: Mesh | AbstractMesh, entry: Rule) -> int:
+    """In how many parts an axis lies that has this entry in a PartitionSpec."""
+    return math.prod(mesh.shape[axis] for axis in _mesh_axes(entry))
+
+
 def param_shardings(
-    config: ModelConfig, mesh: Mesh, rules: Mapping[str, str | None] = RULES
+    config: ModelConfig, mesh: Mesh, rules: Mapping[str, Rule] = RULES
 ) -> dict[str, Any]:
     """The tree of `abstract_params(config)` with a `NamedSharding` at each leaf."""
     return tree_of(
@@ -106,7 +130,9 @@ def check_mesh(config: ModelConfig, text: str) -> AbstractMesh:
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     """A mesh without devices, of the sizes that `parse_mesh_sizes` gives."""
-    return AbstractMesh(tuple(sizes[axis] for axis in MESH_AXES), MESH_AXES, axis_types=_AUTO)
+    return AbstractMesh(
+        tuple(sizes.get(axis, 1) for axis in MESH_AXES), MESH_AXES, axis_types=_AUTO
+    )
 
 
 def cache_shardings(config: ModelConfig, cache: Cache, mesh: Mesh) -> Cache:
@@ -204,7 +230,8 @@ def parse_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
 def format_mesh(mesh: Mesh | AbstractMesh) -> str:
     """`data=1,fsdp=1,tensor=8`: what `parse_mesh` reads.
 
-    `sequence` only where it splits something: recordings say their mesh, and older ones lack it.
+    `sequence` and `expert` only where they split something: recordings say their mesh, and older
+    ones lack them.
     """
-    shown = (pair for pair in mesh.shape.items() if pair != ("sequence", 1))
+    shown = (pair for pair in mesh.shape.items() if pair not in (("sequence", 1), ("expert", 1)))
     return ",".join(f"{name}={size}" for name, size in shown)
