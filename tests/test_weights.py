@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,12 @@ from kernjax.weights.layouts import (
     ExpertRows,
     HeadPart,
     Interleaved,
+    PerHead,
+    Row,
     Transposed,
-    read,
 )
 from kernjax.weights.names import expected_shapes, is_skipped, resolve
-from kernjax.weights.safetensors_files import TensorEntry
+from kernjax.weights.safetensors_files import TensorEntry, read_header
 
 FLOAT32_ALWAYS = {
     "final_norm", "linear/input_norm", "linear/post_norm", "linear/A_log", "linear/dt_bias",
@@ -185,6 +188,7 @@ def test_unknown_weight_dtype(saved) -> None:
 
 def test_large_stacks_fill_in_place_to_the_same_bits(saved, monkeypatch) -> None:
     directory, config, params = saved
+    monkeypatch.setattr(load, "_ON_HOST", ())
     monkeypatch.setattr(load, "_HOST_STACK_BYTES", 1500)
     sizes = [leaf.nbytes for name, leaf in flat(params).items() if "/" in name]
     assert min(sizes) < 1500 < max(sizes)
@@ -195,18 +199,20 @@ def test_large_tensors_are_read_in_bands_of_rows(saved, monkeypatch) -> None:
     directory, config, params = saved
     monkeypatch.setattr(sources, "_BAND_BYTES", 500)
     bands = []
-    rows = TensorEntry.rows
+    load_band = TensorEntry.load
 
-    def watched(self, start, stop):
-        bands.append(rows(self, start, stop))
-        return bands[-1]
+    def watched(self, out):
+        bands.append(self)
+        load_band(self, out)
 
-    monkeypatch.setattr(TensorEntry, "rows", watched)
+    monkeypatch.setattr(TensorEntry, "load", watched)
     assert_same_bits(load_params(directory, config), params)
     assert max(band.nbytes for band in bands) <= 500
-    embed = [band for band in bands if band.name == "model.embed_tokens.weight"]
-    assert sorted(band.begin for band in embed)[0] < sorted(band.end for band in embed)[-1]
-    assert sum(band.nbytes for band in embed) == 40 * 20 * 4
+    read = {entry.name: entry for entry in read_header(directory / "model.safetensors")}
+    for name, entry in read.items():  # every byte once, also of what serves two parameters
+        spans = sorted((band.begin, band.end) for band in bands if band.name == name)
+        assert spans[0][0] == entry.begin and spans[-1][1] == entry.end, name
+        assert [end for _, end in spans[:-1]] == [begin for begin, _ in spans[1:]], name
 
 
 def test_a_band_that_fails_is_an_error(saved, monkeypatch) -> None:
@@ -224,10 +230,10 @@ def test_a_band_that_fails_is_an_error(saved, monkeypatch) -> None:
 def test_bfloat16_becomes_float32_exactly() -> None:
     every = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(256, 256)
     for values in (every, every.T, every[3:9, 5:8]):
-        wide = np.empty_like(values, dtype=np.float32)
-        sources._convert(values, wide)
+        wide = np.empty(values.shape, np.float32)
+        sources._put(values, wide)
         assert np.array_equal(wide.view(np.uint32), values.view(np.uint16).astype(np.uint32) << 16)
-    sources._convert(every, wide := np.empty((256, 256), np.float32))
+    sources._put(every, wide := np.empty((256, 256), np.float32))
     numbers = ~np.isnan(wide)
     assert np.array_equal(wide[numbers], every[numbers].astype(np.float32))
 
@@ -239,6 +245,48 @@ def test_loaded_arrays_do_not_alias_the_file(saved) -> None:
     with open(path, "r+b") as file:
         file.write(b"\xff" * path.stat().st_size)
     assert_same_bits(loaded, params)
+
+
+def test_on_a_cpu_jax_takes_the_memory_that_was_filled(saved, monkeypatch) -> None:
+    directory, config, _ = saved
+    made, aligned = set(), load._aligned
+
+    def watched(shape, dtype):
+        memory = aligned(shape, dtype)
+        made.add(memory.ctypes.data)
+        return memory
+
+    monkeypatch.setattr(load, "_aligned", watched)
+    for _, leaf in leaves(load_params(directory, config)):
+        assert leaf.unsafe_buffer_pointer() in made
+
+
+@pytest.mark.parametrize(("on_its_way", "slices"), [(0, 2), (1 << 30, 3)], ids=["waits", "goes on"])
+def test_elsewhere_the_host_holds_few_slices(tmp_path, monkeypatch, on_its_way, slices) -> None:
+    """What is being filled, what is on its way, and what jax lets go of at the next call."""
+    config = TINY | {"hidden_size": 128, "intermediate_size": 2048, "vocab_size": 2000}
+    params = random_params(ModelConfig.from_dict(config), seed=0)
+    save_hf(params, config, tmp_path)
+    band = 1 << 14
+    monkeypatch.setattr(sources, "_BAND_BYTES", band)
+    changed = {"_ON_HOST": (), "_HOST_STACK_BYTES": band, "_STEPS_AHEAD": 4}
+    for name, value in (changed | {"_ON_ITS_WAY_BYTES": on_its_way}).items():
+        monkeypatch.setattr(load, name, value)
+
+    def misaligned(shape, dtype):  # a CPU makes a copy of it, as other devices do
+        return np.empty(math.prod(shape) + 1, dtype)[1:].reshape(shape)
+
+    monkeypatch.setattr(load, "_aligned", misaligned)
+    load_params(tmp_path, ModelConfig.from_dict(config))  # compiles, and threads get their scratch
+    tracemalloc.start()
+    try:
+        loaded = load_params(tmp_path, ModelConfig.from_dict(config))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert_same_bits(loaded, params)
+    largest, total = 128 * 2048 * 4, sum(leaf.nbytes for _, leaf in leaves(params))
+    assert largest < peak < (slices + 0.5) * largest < total / 3
 
 
 @pytest.mark.parametrize("body", ["model.language_model.", "language_model.model."])
@@ -375,6 +423,8 @@ def test_progress_counts_what_is_read(saved, monkeypatch) -> None:
     ("layout", "shape"),
     [
         (AsIs(), (6, 5)),
+        (Row(), (6,)),
+        (PerHead(), (6,)),
         (Transposed(), (6, 5)),
         (Depthwise(), (6, 4)),
         (HeadPart(0, 3), (5, 12)),
@@ -391,11 +441,21 @@ def test_layouts_read_any_rectangle_of_what_they_wrote(layout, shape) -> None:
     hf = np.zeros(layout.hf_shape(shape), np.float32)
     layout.write(hf, value)
     assert np.count_nonzero(hf) == value.size
-    for rows in [(0, shape[0]), (1, 3), (2, 2)]:
-        for columns in [(0, shape[1]), (1, 4), (2, 3)]:
-            for rest in [[]] if len(shape) == 2 else [[slice(0, 4)], [slice(1, 3)]]:
-                index = (slice(*rows), slice(*columns), *rest)
-                assert np.array_equal(read(layout, hf, index), value[index])
+    slices = [[slice(0, size), slice(1, 3), slice(size - 2, size - 1)] for size in shape]
+    for index in itertools.product(*slices):
+        for step in (1, 3, 100):
+            assert np.array_equal(by_bands(layout, hf, index, step), value[index])
+
+
+def by_bands(layout, hf: np.ndarray, index, step: int) -> np.ndarray:
+    """parameter[index], of bands that each cover what no other one does."""
+    shape = [part.stop - part.start for part in index]
+    result, covered = np.empty(shape, hf.dtype), np.zeros(shape, int)
+    for inside, region in layout.bands(index, step):
+        result[inside] = layout.turn(hf[region])
+        covered[inside] += 1
+    assert np.all(covered == 1)
+    return result
 
 
 def test_interleaved_rows_lie_where_qwen3_next_has_them() -> None:
@@ -405,7 +465,8 @@ def test_interleaved_rows_lie_where_qwen3_next_has_them() -> None:
 
     def rows(*spans: tuple[int, int]) -> str:
         layout = Interleaved(2, 8, spans)
-        return " ".join(read(layout, hf, (slice(0, 1), slice(0, 2 * sum(w for _, w in spans))))[0])
+        index = (slice(0, 1), slice(0, 2 * sum(width for _, width in spans)))
+        return " ".join(by_bands(layout, hf, index, 3)[0])
 
     assert rows((0, 2), (2, 2), (4, 2)) == "q0 q0 q1 q1 k0 k0 k1 k1 v0 v1 v2 v3"
     assert rows((6, 2)) == "z0 z1 z2 z3"

@@ -20,7 +20,7 @@ from kernjax.base.errors import UserError
 from kernjax.model.config import ModelConfig
 from kernjax.model.params import abstract_params, leaves, random_params
 from kernjax.weights import format_mesh, parse_mesh, partition_spec, save_hf
-from kernjax.weights.sharding import MESH_AXES, RULES, parse_mesh_sizes
+from kernjax.weights.sharding import MESH_AXES, RULES, SPARE, parse_mesh_sizes
 
 CONFIG = ModelConfig.from_dict(TINY)
 
@@ -33,7 +33,11 @@ def mesh(**sizes: int) -> SimpleNamespace:
 def test_every_axis_of_every_parameter_has_a_rule() -> None:
     named = {axis for _, spec in leaves(abstract_params(CONFIG)) for axis in spec.axes if axis}
     assert named <= RULES.keys()
-    assert {target for target in RULES.values() if target} <= set(MESH_AXES)
+    targets = [*RULES.values(), *SPARE.values()]
+    named = {
+        axis for entry in targets if entry for axis in ([entry] if entry in MESH_AXES else entry)
+    }
+    assert named == set(MESH_AXES) and SPARE.keys() <= RULES.keys()
 
 
 def test_placements() -> None:
@@ -73,7 +77,7 @@ def test_colliding_and_unknown_axes() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tenser=1", "unknown axis 'tenser'.*data, sequence, fsdp, tensor"),
+        ("tenser=1", "unknown axis 'tenser'.*data, sequence, fsdp, expert, tensor"),
         ("", "unknown axis ''"),
         ("tensor=1,tensor=1", "'tensor' is given twice"),
         ("tensor=0", "size '0' of axis 'tensor'"),
@@ -109,13 +113,14 @@ FOUR_DEVICES = """
     directory, quantised = sys.argv[1:]
     config = ModelConfig.from_directory(directory)
     single = dict(leaves(load_params(directory, config)))
-    # The last: stacks of 1200 bytes and more (about half of them) are filled layer by layer.
+    # The last: as on accelerators, stacks of 1200 bytes and more (about half) layer by layer.
     for text, host_stack in (
-        ("tensor=2,data=2", 1 << 20), ("fsdp=4", 1 << 20), ("tensor=2,fsdp=2", 1200)
+        ("tensor=2,data=2", 1 << 20), ("expert=2,fsdp=2", 1 << 20), ("tensor=2,fsdp=2", 1200)
     ):
         mesh = parse_mesh(text)
         shardings = dict(leaves(param_shardings(config, mesh)))
         load._HOST_STACK_BYTES = host_stack
+        load._ON_HOST = ("cpu",) if host_stack > 1200 else ()
         loaded = dict(leaves(load_params(directory, config, mesh=mesh)))
         assert loaded.keys() == single.keys()
         for path, leaf in loaded.items():
@@ -130,6 +135,7 @@ FOUR_DEVICES = """
     sources._BAND_BYTES = 300
     for text, host_stack in (("fsdp=4", 1 << 20), ("tensor=2,fsdp=2", 1200)):
         load._HOST_STACK_BYTES = host_stack
+        load._ON_HOST = ("cpu",) if host_stack > 1200 else ()
         parts = dict(leaves(load_params(directory, config, mesh=parse_mesh(text))))
         for path, leaf in parts.items():
             assert np.asarray(leaf).tobytes() == np.asarray(single[path]).tobytes(), path

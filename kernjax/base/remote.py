@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -90,9 +91,14 @@ def stage(url: str) -> Path:
 
 def fetch(path: Path, begin: int = 0, end: int | None = None) -> None:
     """Makes bytes [begin, end) of a staged file ready to be read; of any other file, nothing."""
+    if is_staged(path):
+        _staged[path.parent].fetch(path.name, begin, end)
+
+
+def is_staged(path: Path) -> bool:
+    """Whether a file's bytes have to be fetched."""
     source = _staged.get(path.parent)
-    if source is not None and path.name in source.paths:
-        source.fetch(path.name, begin, end)
+    return source is not None and path.name in source.paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +110,9 @@ class _Source:
     directory: Path
     marks: Path
     paths: dict[str, tuple[str, int]] = dataclasses.field(default_factory=dict)
+    # (file, block) that some thread is bringing, and a lock that tells when one has.
+    coming: set[tuple[str, int]] = dataclasses.field(default_factory=set)
+    changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
 
     def add(self, name: str, entry: dict[str, Any]) -> None:
         """A file of that size, empty where it is not here yet."""
@@ -118,12 +127,33 @@ class _Source:
         size = self.paths[name][1]
         end = size if end is None else min(end, size)
         first, last = begin // BLOCK, -(-end // BLOCK)
+        while True:
+            with self.changed:
+                missing = self._missing(name, first, last)
+                own = {(name, block) for block in missing} - self.coming
+                if missing and not own:  # others bring them; what they fail to bring is ours then
+                    self.changed.wait()
+                    continue
+                self.coming.update(own)
+            try:
+                self._bring_all(name, sorted(block for _, block in own))
+            finally:
+                with self.changed:
+                    self.coming.difference_update(own)
+                    self.changed.notify_all()
+            if len(own) == len(missing):
+                return
+
+    def _missing(self, name: str, first: int, last: int) -> list[int]:
+        """The blocks of [first, last) that are not marked."""
         with open(self.marks / name, "rb") as marks:
             marks.seek(first)
             held = marks.read(last - first)
-        missing = [first + at for at, mark in enumerate(held) if not mark]
+        return [first + at for at, mark in enumerate(held) if not mark]
+
+    def _bring_all(self, name: str, blocks: list[int]) -> None:
         runs: list[list[int]] = []  # of blocks that follow one another: [first, stop]
-        for block in missing:
+        for block in blocks:
             if runs and runs[-1][1] == block and block - runs[-1][0] < _REQUEST:
                 runs[-1][1] += 1
             else:

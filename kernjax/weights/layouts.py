@@ -1,8 +1,7 @@
 """How one layer's parameter lies inside its HF tensor, as NumPy views in both directions.
 
-A layout knows the HF shape of a parameter, reads any rectangle of it from the mapped file, and
-writes it back. Reading returns views where it can (nothing is read from disk until it is copied),
-in whatever memory order the file has: jax transposes on transfer six times faster than NumPy does.
+A layout knows the HF shape of a parameter, where any rectangle of it lies in the file, as bands of
+rows, and how to write it back.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import Protocol
 import numpy as np
 
 Shape = tuple[int, ...]
-Index = tuple[slice, ...]
+Index = tuple[slice, ...]  # with explicit bounds and no step
+Band = tuple[Index, Index]
 
 
 class Layout(Protocol):
@@ -22,15 +22,15 @@ class Layout(Protocol):
         """The HF tensor's shape for a parameter of `shape` (one layer's, unstacked)."""
         ...
 
-    def region(self, index: Index) -> tuple[Index, Index]:
-        """(r, i) such that parameter[index] is take(hf[r], i): what has to be decoded to read it.
+    def bands(self, index: Index, step: int) -> Iterator[Band]:
+        """(i, r), that make up parameter[index]: its part i is turn(hf[r]).
 
-        Slices have explicit bounds and no step.
+        Of rows that follow one another in the file, cut at multiples of `step`.
         """
         ...
 
-    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
-        """Of a region of the HF tensor what was asked for, in the parameter's own order of axes."""
+    def turn(self, block: np.ndarray) -> np.ndarray:
+        """A band of the HF tensor with the parameter's own axes: a view."""
         ...
 
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:
@@ -38,14 +38,29 @@ class Layout(Protocol):
         ...
 
 
-def read(layout: Layout, hf: np.ndarray, index: Index) -> np.ndarray:
-    """parameter[index] out of the whole HF tensor."""
-    region, inside = layout.region(index)
-    return layout.take(hf[region], inside)
-
-
 def _from_zero(index: Index) -> Index:
     return tuple(slice(0, part.stop - part.start) for part in index)
+
+
+def _cut(rows: slice, step: int, offset: int = 0) -> Iterator[tuple[slice, slice]]:
+    """(some of `rows`, counted from the first; the same, counted from `offset`)."""
+    start = rows.start
+    while start < rows.stop:
+        stop = min(((start + offset) // step + 1) * step - offset, rows.stop)
+        yield slice(start - rows.start, stop - rows.start), slice(start + offset, stop + offset)
+        start = stop
+
+
+def _grouped(
+    rows: slice, size: int, step: int, group: int, offset: int
+) -> Iterator[tuple[slice, slice]]:
+    """As `_cut`, where every `size` rows lie `group` apart in the file, the first at `offset`."""
+    for number in range(rows.start // size, -(-rows.stop // size)):
+        first = number * size
+        inside = slice(max(rows.start, first), min(rows.stop, first + size))
+        for there, row in _cut(inside, step, number * (group - size) + offset):
+            shift = inside.start - rows.start
+            yield slice(there.start + shift, there.stop + shift), row
 
 
 @dataclass(frozen=True)
@@ -55,11 +70,13 @@ class AsIs:
     def hf_shape(self, shape: Shape) -> Shape:
         return shape
 
-    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
-        return block[inside]
+    def bands(self, index: Index, step: int) -> Iterator[Band]:
+        rows, *rest = index
+        for inside, band in _cut(rows, step):
+            yield (inside, *_from_zero(tuple(rest))), (band, *rest)
 
-    def region(self, index: Index) -> tuple[Index, Index]:
-        return index, _from_zero(index)
+    def turn(self, block: np.ndarray) -> np.ndarray:
+        return block
 
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:
         hf[...] = value
@@ -72,11 +89,13 @@ class Transposed:
     def hf_shape(self, shape: Shape) -> Shape:
         return shape[::-1]
 
-    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
-        return block.T[inside]
+    def bands(self, index: Index, step: int) -> Iterator[Band]:
+        columns, rows = index
+        for inside, band in _cut(rows, step):
+            yield (*_from_zero((columns,)), inside), (band, columns)
 
-    def region(self, index: Index) -> tuple[Index, Index]:
-        return index[::-1], _from_zero(index)
+    def turn(self, block: np.ndarray) -> np.ndarray:
+        return block.T
 
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:
         hf.T[...] = value
@@ -89,11 +108,11 @@ class Row:
     def hf_shape(self, shape: Shape) -> Shape:
         return (1, *shape)
 
-    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
-        return block[0][inside]
+    def bands(self, index: Index, step: int) -> Iterator[Band]:
+        yield _from_zero(index), (slice(0, 1), *index)
 
-    def region(self, index: Index) -> tuple[Index, Index]:
-        return (slice(0, 1), *index), _from_zero(index)
+    def turn(self, block: np.ndarray) -> np.ndarray:
+        return block[0]
 
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:
         hf[0] = value
@@ -106,12 +125,11 @@ class PerHead:
     def hf_shape(self, shape: Shape) -> Shape:
         return (1, 1, *shape, 1)
 
-    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
-        return block[0, 0, :, 0][inside]
+    def bands(self, index: Index, step: int) -> Iterator[Band]:
+        yield _from_zero(index), (slice(0, 1), slice(0, 1), *index, slice(0, 1))
 
-    def region(self, index: Index) -> tuple[Index, Index]:
-        one = slice(0, 1)
-        return (one, one, *index, one), _from_zero(index)
+    def turn(self, block: np.ndarray) -> np.ndarray:
+        return block[0, 0, :, 0]
 
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:
         hf[0, 0, :, 0] = value
@@ -124,11 +142,13 @@ class Depthwise:
     def hf_shape(self, shape: Shape) -> Shape:
         return (shape[0], 1, shape[1])
 
-    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
-        return block[:, 0][inside]
+    def bands(self, index: Index, step: int) -> Iterator[Band]:
+        rows, taps = index
+        for inside, band in _cut(rows, step):
+            yield (inside, *_from_zero((taps,))), (band, slice(0, 1), taps)
 
-    def region(self, index: Index) -> tuple[Index, Index]:
-        return (index[0], slice(0, 1), index[1]), _from_zero(index)
+    def turn(self, block: np.ndarray) -> np.ndarray:
+        return block[:, 0]
 
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:
         hf[:, 0] = value
@@ -153,24 +173,14 @@ class HeadPart:
         heads = hf.shape[0] // (2 * self.head_dim)
         return hf.reshape(heads, 2, self.head_dim, hf.shape[1])[:, self.part]
 
-    def _span(self, rows: slice) -> tuple[int, int]:
-        """The first head that the parameter's `rows` touch, and the one after the last."""
-        return rows.start // self.head_dim, -(-rows.stop // self.head_dim)
-
-    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
-        columns, rows = inside
-        heads = self._heads(block)[:, :, columns]
-        flat = heads.reshape(len(heads) * self.head_dim, heads.shape[-1])
-        return flat[rows].T
-
-    def region(self, index: Index) -> tuple[Index, Index]:
-        """Both parts of the heads: they alternate, and a device that holds one holds the other."""
+    def bands(self, index: Index, step: int) -> Iterator[Band]:
         columns, rows = index
-        first, last = self._span(rows)
-        offset = first * self.head_dim
-        inside = slice(rows.start - offset, rows.stop - offset)
-        whole = slice(2 * offset, 2 * last * self.head_dim)
-        return (whole, columns), (_from_zero((columns,))[0], inside)
+        size = self.head_dim
+        for inside, band in _grouped(rows, size, step, 2 * size, self.part * size):
+            yield (*_from_zero((columns,)), inside), (band, columns)
+
+    def turn(self, block: np.ndarray) -> np.ndarray:
+        return block.T
 
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:
         heads = self._heads(hf)
@@ -192,18 +202,20 @@ class Interleaved:
     def hf_shape(self, shape: Shape) -> Shape:
         return (self.groups * self.size, shape[0])
 
-    def region(self, index: Index) -> tuple[Index, Index]:
-        """All groups: spans are far apart in the parameter, and a device needs some of each."""
+    def bands(self, index: Index, step: int) -> Iterator[Band]:
         columns, rows = index
-        return (slice(0, self.groups * self.size), columns), (_from_zero((columns,))[0], rows)
+        start = 0
+        for offset, width in self.spans:
+            stop = start + self.groups * width
+            span = slice(max(rows.start, start) - start, min(rows.stop, stop) - start)
+            shift = start - rows.start + span.start
+            for inside, band in _grouped(span, width, step, self.size, offset):
+                moved = slice(inside.start + shift, inside.stop + shift)
+                yield (*_from_zero((columns,)), moved), (band, columns)
+            start = stop
 
-    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
-        columns, rows = inside
-        pieces = []
-        for start, span in self._spans(block[:, columns]):
-            flat = span.reshape(span.shape[0] * span.shape[1], span.shape[2])
-            pieces.append(flat[max(0, rows.start - start) : max(0, rows.stop - start)])
-        return np.concatenate(pieces).T
+    def turn(self, block: np.ndarray) -> np.ndarray:
+        return block.T
 
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:
         for start, span in self._spans(hf):
@@ -228,13 +240,15 @@ class ExpertRows:
     def hf_shape(self, shape: Shape) -> Shape:
         return (shape[0], self.rows, shape[1])
 
-    def region(self, index: Index) -> tuple[Index, Index]:
+    def bands(self, index: Index, step: int) -> Iterator[Band]:
         experts, columns, rows = index
-        moved = slice(self.start + rows.start, self.start + rows.stop)
-        return (experts, moved, columns), _from_zero(index)
+        for expert in range(experts.start, experts.stop):
+            at, one = expert - experts.start, slice(expert, expert + 1)
+            for inside, band in _cut(rows, step, self.start):
+                yield (slice(at, at + 1), *_from_zero((columns,)), inside), (one, band, columns)
 
-    def take(self, block: np.ndarray, inside: Index) -> np.ndarray:
-        return block.transpose(0, 2, 1)[inside]
+    def turn(self, block: np.ndarray) -> np.ndarray:
+        return block.transpose(0, 2, 1)
 
     def write(self, hf: np.ndarray, value: np.ndarray) -> None:
         hf[:, self.start : self.start + value.shape[2]] = value.transpose(0, 2, 1)

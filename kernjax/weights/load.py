@@ -1,21 +1,23 @@
 """An HF directory as the decoder's parameters: jax arrays, on one device or sharded over a mesh.
 
-Each process reads only the bytes its devices hold, one device's slice after another. Small
-parameters are stacked on the host; a large stack is allocated on the devices and filled layer by
-layer in place. The host holds the slice it reads, and the one before while that is on its way to a
-device: never more.
+Each process reads only the bytes its devices hold, one device's slice after another, in bands that
+threads read, turn and convert straight into the slice's place on the host; bands of what follows
+are read while a slice is on its way. On a CPU the slice is the array: jax takes it over as it is.
+Elsewhere a large stack is allocated on the devices and filled layer by layer, and the host holds
+the slice it fills, one before that on its way if that is small, and some bands.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
-import itertools
+import gc
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +29,11 @@ from kernjax.base.progress import Work
 from kernjax.model import Decoder
 from kernjax.model.config import ModelConfig
 from kernjax.model.packed import Packed
-from kernjax.model.params import abstract_params, tree_of, weight_dtype
+from kernjax.model.params import LeafPath, abstract_params, tree_of, weight_dtype
 from kernjax.model.params import leaves as walk
 from kernjax.weights.converted import is_converted, load_converted, refuse_packed
 from kernjax.weights.match import text_tensors
-from kernjax.weights.names import Leaf, Part, experts_in, table
+from kernjax.weights.names import Leaf, experts_in, table
 from kernjax.weights.packing import Content, codes_and_scales, file_bytes, is_packable, values
 from kernjax.weights.sharding import partition_spec
 
@@ -39,9 +41,29 @@ from kernjax.weights.sharding import partition_spec
 # compiling anything.
 _HOST_STACK_BYTES = 64 << 20
 
-_EXPERTS_AT_ONCE = 64
+# A larger slice is gone from the host before the next one is filled.
+_ON_ITS_WAY_BYTES = 256 << 20
+
+# More than cores: some wait for the disk.
+_THREADS = min(32, 2 * (os.cpu_count() or 1))
+_STEPS_AHEAD = 8 * _THREADS
+
+# Devices whose memory is the host's: jax takes over what is aligned, and copies nothing.
+_ON_HOST = ("cpu",)
+_ALIGNMENT = 64
 
 Index = tuple[slice, ...]
+
+
+class Step(NamedTuple):
+    """Work for a thread, and the bytes of the file that it takes.
+
+    `after` is the main thread's, when this step and all before it are done.
+    """
+
+    work: Callable[[], None] | None = None
+    nbytes: float = 0.0
+    after: Callable[[], None] | None = None
 
 
 def load_params(
@@ -89,19 +111,25 @@ def load_params(
     }
     if packed and not kept:
         refuse_packed(directory)
+    arrays: dict[LeafPath, list[_Array]] = {}
+    targets: dict[LeafPath, np.dtype] = {}
+    for leaf in leaves:
+        own = [tensors[part.name].value_dtype for part in leaf.parts]
+        target = leaf.spec.dtype(_widest(own) if wanted is None else wanted)
+        contents = kept.get(leaf.path) or [values(leaf, tensors, target)]
+        arrays[leaf.path] = [_Array(leaf, one, placements[leaf.path]) for one in contents]
+        targets[leaf.path] = target
+    steps = (step for of_leaf in arrays.values() for array in of_leaf for step in array.steps())
     with Work("reading weights", "B", total, shown=shown) as work:
+        for step in _done(steps):
+            if step.nbytes:
+                work.advance(step.nbytes)
 
-        def load(leaf: Leaf) -> jax.Array | Packed:
-            own = [tensors[part.name].value_dtype for part in leaf.parts]
-            target = leaf.spec.dtype(_widest(own) if wanted is None else wanted)
-            contents = kept.get(leaf.path) or [values(leaf, tensors, target)]
-            arrays = [
-                _load_array(leaf, content, placements[leaf.path], work.advance)
-                for content in contents
-            ]
-            return Packed(*arrays, target) if leaf.path in kept else arrays[0]
+    def value(path: LeafPath) -> jax.Array | Packed:
+        held = [array.value for array in arrays[path]]
+        return Packed(*held, targets[path]) if path in kept else held[0]
 
-        return tree_of((leaf.path, load(leaf)) for leaf in leaves)
+    return tree_of((path, value(path)) for path in arrays)
 
 
 def _widest(dtypes: list[np.dtype]) -> np.dtype:
@@ -142,107 +170,133 @@ class _Placement:
         held = sum(math.prod(_shape_of(index)) for index, _ in self.slices(leaf.spec.shape))
         return held / leaf.spec.size
 
-    def put(self, shape: tuple[int, ...], read: Callable[[Index], np.ndarray]) -> jax.Array:
-        """An array whose slices come from `read`; a slice that several devices hold is read once.
+    @property
+    def shares_memory(self) -> bool:
+        """Whether an array on the devices can be memory of the host."""
+        device = jax.local_devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        return device.platform in _ON_HOST
 
-        `read` gets explicit bounds and must return memory that nobody will change.
-        """
-        pieces: list[jax.Array] = []
-        for index, devices in self.slices(shape):
-            values = read(index)
-            # The one before has to be gone by now: two slices are held, never all.
-            jax.block_until_ready(pieces)
-            pieces += [jax.device_put(values, device) for device in devices]
+    def together(self, shape: tuple[int, ...], pieces: list[jax.Array]) -> jax.Array:
+        """One array of what lies on this process's devices, in the order of `slices`."""
         if self.sharding is None:
             return pieces[0]
         return jax.make_array_from_single_device_arrays(shape, self.sharding, pieces)
 
 
-def _load_array(
-    leaf: Leaf, content: Content, placement: _Placement, done: Callable[[float], Any]
-) -> jax.Array:
-    """One array of a parameter; `done` is told the bytes that were read."""
-    shape, dtype = content.shape, content.dtype
-    of_a_part = math.prod(shape[len(leaf.stack) :])
+class _Array:
+    """An array of a parameter: `value`, once its `steps` are done."""
 
-    def read(index: Index) -> np.ndarray:
-        """array[index]; in the axes counted by parts, all that the slices name."""
-        lead, rest = index[: len(leaf.stack)], index[len(leaf.stack) :]
-        parts = _parts(leaf, lead)
-        apply = _in_threads if len(leaf.stack) > 1 else map
-        share = math.prod(_shape_of(rest)) / of_a_part
-        sizes = [content.nbytes(part) * share for part in parts]
-        pieces = _counted(apply(content.read, parts, itertools.repeat(rest)), sizes, done)
-        if len(parts) == 1:
-            return next(pieces)[(None,) * len(lead)]
-        return _stacked(pieces, _shape_of(lead), dtype)
+    def __init__(self, leaf: Leaf, content: Content, placement: _Placement) -> None:
+        self._leaf, self._content, self._placement = leaf, content, placement
+        self.value: jax.Array | None = None
 
-    if not leaf.stack or math.prod(shape) * dtype.itemsize <= _HOST_STACK_BYTES:
-        return placement.put(shape, read)
+    def steps(self) -> Iterator[Step]:
+        shape, dtype = self._content.shape, self._content.dtype
+        is_small = math.prod(shape) * dtype.itemsize <= _HOST_STACK_BYTES
+        if is_small or not self._leaf.stack or self._placement.shares_memory:
+            yield from self._slices(self._placement, shape, (), self._hold)
+            return
+        one_layer, sharding = self._placement.of_one_layer(), self._placement.sharding
+        # Donated: updated in place, so that the devices hold one stack and two layers.
+        insert = jax.jit(
+            lambda stack, layer, at: jax.lax.dynamic_update_index_in_dim(stack, layer, at, 0),
+            donate_argnums=0,
+            out_shardings=sharding,
+        )
+        before: list[jax.Array] = []
 
-    one_layer = placement.of_one_layer()
-    stack = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=placement.sharding)()
-    # Donated: updated in place, so that the devices hold one stack and one layer.
-    insert = jax.jit(
-        lambda stack, layer, at: jax.lax.dynamic_update_index_in_dim(stack, layer, at, 0),
-        donate_argnums=0,
-        out_shardings=placement.sharding,
-    )
-    layer = None
-    for at in range(leaf.stack[0]):
+        def into_stack(layer: jax.Array, at: int) -> None:
+            if self.value is None:
+                self.value = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+            jax.block_until_ready(before)
+            before[:] = [layer]
+            self.value = insert(self.value, layer, at)
 
-        def read_layer(index: Index, at: int = at) -> np.ndarray:
-            return read((slice(at, at + 1), *index))[0]
+        for at in range(shape[0]):
+            after = functools.partial(into_stack, at=at)
+            yield from self._slices(one_layer, shape[1:], (slice(at, at + 1),), after)
 
-        jax.block_until_ready(layer)  # two layers may be on their way
-        layer = one_layer.put(shape[1:], read_layer)
-        stack = insert(stack, layer, at)
-    return stack
+    def _hold(self, value: jax.Array) -> None:
+        self.value = value
+
+    def _slices(
+        self,
+        placement: _Placement,
+        shape: tuple[int, ...],
+        lead: Index,
+        after: Callable[[jax.Array], None],
+    ) -> Iterator[Step]:
+        """`after` gets array[lead], of `shape` where `lead` counts axes of one element away."""
+        pieces: list[jax.Array] = []
+
+        def put(memory: np.ndarray, devices: list[jax.Device | None]) -> None:
+            jax.block_until_ready(pieces)
+            pieces.extend(
+                jax.device_put(memory, device, may_alias=placement.shares_memory)
+                for device in devices
+            )
+            if memory.nbytes > _ON_ITS_WAY_BYTES and not placement.shares_memory:
+                jax.block_until_ready(pieces)
+                gc.collect(0)  # jax lets go of what it was given at a collection
+
+        for index, devices in placement.slices(shape):
+            # Takes no memory before it is filled.
+            memory = _aligned(_shape_of(index), self._content.dtype)
+            yield from self._fill((*lead, *index), memory)
+            yield Step(after=functools.partial(put, memory, devices))
+            del memory
+        yield Step(after=lambda: after(placement.together(shape, pieces)))
+
+    def _fill(self, index: Index, memory: np.ndarray) -> Iterator[Step]:
+        """memory = array[index]; in the axes counted by parts, all that the slices name."""
+        counted = len(self._leaf.stack)
+        lead, rest = index[:counted], index[counted:]
+        numbers = np.arange(len(self._leaf.parts)).reshape(self._leaf.stack)[lead].ravel()
+        of_a_part = math.prod(self._content.shape[counted:])
+        blocks = memory.reshape(len(numbers), *_shape_of(rest))
+        for number, block in zip(numbers, blocks, strict=True):
+            part = self._leaf.parts[number]
+            nbytes = self._content.nbytes(part) / of_a_part
+            for inside, fill in self._content.bands(part, rest):
+                place = block[inside]
+                yield Step(functools.partial(fill, place), nbytes * place.size)
 
 
-def _parts(leaf: Leaf, lead: Index) -> list[Part]:
-    """The parts that slices of the leaf's leading axes name, in order."""
-    numbers = np.arange(len(leaf.parts)).reshape(leaf.stack)[lead]
-    return [leaf.parts[number] for number in numbers.ravel()]
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory for an array, as jax takes it over on a CPU."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def _counted(
-    pieces: Iterable[np.ndarray], sizes: Iterable[float], done: Callable[[float], Any]
-) -> Iterator[np.ndarray]:
-    """`pieces`; `done` is told each one's size when it is there."""
-    for piece, size in zip(pieces, sizes, strict=True):
-        done(size)
-        yield piece
+def _done(steps: Iterator[Step]) -> Iterator[Step]:
+    """The steps, each when it is done, in their order; threads are some steps ahead."""
+    begun: collections.deque[tuple[Step, Future | None]] = collections.deque()
 
+    def first_done() -> Step:
+        step, future = begun.popleft()
+        if future is not None:
+            future.result()  # raises what the work raised
+        if step.after is not None:
+            step.after()
+        return step
 
-def _in_threads(
-    read: Callable[[Part, Index], np.ndarray], parts: list[Part], index: Iterable[Index]
-) -> Iterator[np.ndarray]:
-    """As `map`. Experts are many and small: a thread each, where large tensors are read by several.
-
-    Some at a time: what has been read waits in memory until it is taken.
-    """
-    for start in range(0, len(parts), _EXPERTS_AT_ONCE):
-        yield from _threads().map(read, parts[start : start + _EXPERTS_AT_ONCE], index)
+    try:
+        for step in steps:
+            begun.append((step, None if step.work is None else _threads().submit(step.work)))
+            if len(begun) > _STEPS_AHEAD:
+                yield first_done()
+        while begun:
+            yield first_done()
+    finally:
+        left = [future for _, future in begun if future is not None]
+        wait([future for future in left if not future.cancel()])
 
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="experts")
-
-
-def _stacked(pieces: Iterable[np.ndarray], lead: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """[*lead, ...] of as many pieces, each in the order it has in memory: see layouts.py."""
-    stack = None
-    for number, piece in enumerate(pieces):
-        if stack is None:
-            order = sorted(range(piece.ndim), key=lambda axis: -piece.strides[axis])
-            shape = tuple(piece.shape[axis] for axis in order)
-            back = np.argsort(order)
-            stack = np.empty((math.prod(lead), *shape), dtype).transpose(0, *(1 + back))
-        stack[number] = piece
-    assert stack is not None
-    return stack.reshape(*lead, *stack.shape[1:])
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
 
 
 def load_model(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -17,8 +17,8 @@ from kernjax.weights.layouts import ExpertRows, HeadPart, Index, Interleaved, Tr
 from kernjax.weights.names import Leaf, Part
 from kernjax.weights.quantisation import Scheme
 from kernjax.weights.safetensors_files import READABLE
-from kernjax.weights.sharding import format_mesh
-from kernjax.weights.sources import Quantised, Source
+from kernjax.weights.sharding import format_mesh, shards_of
+from kernjax.weights.sources import Band, Quantised, Source
 
 # Their columns are the file's, along which codes are packed and scales shared, one to one.
 _KEEP_COLUMNS = (Transposed, HeadPart, Interleaved, ExpertRows)
@@ -28,13 +28,14 @@ _KEEP_COLUMNS = (Transposed, HeadPart, Interleaved, ExpertRows)
 class Content:
     """An array of a parameter.
 
-    `read(part, index)` is one part's contribution: `index` counts in this array, without the axes
-    that count the parts. `nbytes`: what one part's whole contribution is in the file.
+    `bands(part, index)` fill what one part contributes (`sources.Source.bands`): `index` counts in
+    this array, without the axes that count the parts. `nbytes`: what one part's whole contribution
+    is in the file.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    read: Callable[[Part, Index], np.ndarray]
+    bands: Callable[[Part, Index], Iterator[Band]]
     nbytes: Callable[[Part], float]
 
 
@@ -48,7 +49,7 @@ def values(leaf: Leaf, tensors: Mapping[str, Source], dtype: np.dtype) -> Conten
     return Content(
         leaf.spec.shape,
         dtype,
-        lambda part, index: tensors[part.name].read(part.layout, index, dtype),
+        lambda part, index: tensors[part.name].bands(part.layout, index),
         lambda part: file_bytes(tensors[part.name], leaf.part_shape),
     )
 
@@ -75,15 +76,13 @@ def codes_and_scales(
         Content(
             codes,
             scheme.packed_dtype,
-            lambda part, index: tensors[part.name].read_codes(part.layout, index),
+            lambda part, index: tensors[part.name].code_bands(part.layout, index),
             lambda part: file_bytes(tensors[part.name], leaf.part_shape),
         ),
         Content(
             scales,
             widest,
-            lambda part, index: (
-                tensors[part.name].read_scales(part.layout, index, group).astype(widest)
-            ),
+            lambda part, index: tensors[part.name].scale_bands(part.layout, index, group),
             lambda part: 0.0,  # counted with the codes
         ),
     )
@@ -107,8 +106,8 @@ def _shapes(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of codes and scales; UserError where the mesh would part what a byte holds."""
     rows, shards = spec.shape[-2], 1
-    if place is not None and mesh is not None and (axis := place[len(spec.shape) - 2]) is not None:
-        shards = mesh.shape[axis]
+    if place is not None and mesh is not None:
+        shards = shards_of(mesh, place[len(spec.shape) - 2])
     found = packed_shapes(spec.shape, scheme.per_byte, scheme.block[1], rows // shards)
     if found is None:
         raise UserError(

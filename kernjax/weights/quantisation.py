@@ -48,7 +48,7 @@ class Scheme(Protocol):
     code_dtype: str  # as a header spells them
     scale_dtypes: tuple[str, ...]
     packed_dtype: np.dtype  # of the codes as an array: `kernjax.model.packed`
-    per_byte: int  # codes in an element of that
+    per_byte: int  # codes in an element of that, the lowest column's first
     value_dtype: np.dtype  # holds every value, up to the scales' own precision
     rows_at_once: int  # rows decoded at a time, starting at a multiple of it
 
@@ -64,9 +64,12 @@ class Scheme(Protocol):
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]: ...
 
     def decode(
-        self, codes: TensorEntry, scales: TensorEntry, rows: slice, columns: slice
+        self, codes: np.ndarray, scales: TensorEntry, rows: slice, columns: slice
     ) -> np.ndarray:
-        """The values [rows, columns], float32; at most `rows_at_once` rows of one run of them."""
+        """The values [rows, columns], float32; at most `rows_at_once` rows of one run of them.
+
+        codes uint8 [rows, ...], the bytes that hold them; `scales` of the whole matrix.
+        """
         ...
 
 
@@ -96,9 +99,9 @@ class BlockScaledFP8:
         return (*lead, _blocks(rows, self.block[0]), _blocks(columns, self.block[1]))
 
     def decode(
-        self, codes: TensorEntry, scales: TensorEntry, rows: slice, columns: slice
+        self, codes: np.ndarray, scales: TensorEntry, rows: slice, columns: slice
     ) -> np.ndarray:
-        values = _E4M3_VALUES[bytes_of(codes)[rows, columns]]
+        values = _E4M3_VALUES[codes]
         row = scales.array()[rows.start // self.block[0]].astype(np.float32)
         return np.multiply(values, _spread(row, columns, self.block[1]), out=values)
 
@@ -130,12 +133,10 @@ class MXFP4:
         return (*shape[:-1], _blocks(shape[-1], self.group))
 
     def decode(
-        self, codes: TensorEntry, scales: TensorEntry, rows: slice, columns: slice
+        self, codes: np.ndarray, scales: TensorEntry, rows: slice, columns: slice
     ) -> np.ndarray:
-        first, last = columns.start // 2, _blocks(columns.stop, 2)
-        pairs = _E2M1_PAIRS[bytes_of(codes)[rows, first:last]]
-        values = pairs.reshape(len(pairs), 2 * (last - first))
-        values = values[:, columns.start - 2 * first : columns.stop - 2 * first]
+        values = _E2M1_PAIRS[codes].reshape(len(codes), 2 * codes.shape[1])
+        values = values[:, columns.start % 2 :][:, : columns.stop - columns.start]
         exponents = _spread(bytes_of(scales)[rows], columns, self.group)
         # The largest scale times 6 is beyond float32 and becomes infinite: as the format says.
         with np.errstate(over="ignore"):
