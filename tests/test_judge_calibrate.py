@@ -341,6 +341,9 @@ def test_an_edited_band_is_not_believed(tmp_path, band):
         "confident_margin is": edited("margins", "confident_margin", value=0.051),
         "largest_flip_margin": edited("margins", "largest_flip_margin", value=0.9),
         "flips by margin": edited("margins", "bins", 1, "flips", value=0.0),
+        "producer normal 1 2 is at": edited("producers", 1, "ratio", "prose, geometric", value=1.5),
+        "max_allowed_ratio": edited("settings", "max_allowed_ratio", value=0.5),
+        "sigma": edited("margins", "sigma", value="large"),
         "decides on prefill": edited("level", value="prefill"),
         "limit level": edited("normals", 0, "mean_log", "level", value=[-9.0] * len(band.segments)),
     }
@@ -354,6 +357,7 @@ def test_an_edited_band_is_not_believed(tmp_path, band):
     # What cannot be computed again from the file: the hash alone tells.
     for data in (
         edited("settings", "max_allowed_ratio", value=9.0),
+        edited("producers", 1, "name", value="another"),
         edited("reference", "identity", value="another"),
         edited("producers", 1, "digest", value="another"),
         edited("deploy_context", value=512),
@@ -365,11 +369,33 @@ def test_an_edited_band_is_not_believed(tmp_path, band):
 
 @pytest.mark.parametrize(
     "change",
-    [{"limits": None}, {"production_policy": None}, {"deploy_context": -1}, {"strata": 3}],
+    [
+        {"limits": None},
+        {"production_policy": None},
+        {"deploy_context": -1},
+        {"deploy_context": True},
+        {"strata": 3},
+        {"bad": ["m4"]},
+        {"reference": {"identity": "simulated", "model": "demo"}},
+        {"reference": {"identity": "simulated", "logits_dtype": []}},
+        ("producers", {"digest": 3}),
+        ("producers", {"model": {"weights_sha256": "another"}}),
+        ("producers", {"logits_dtype": {}}),
+        ("strata", {"p99": 0.0}),
+        ("strata", {"p50": None}),
+        ("strata", {"mean": 1e9}),
+        ("strata", {"kind": "music"}),
+        ("strata", {"context_len": "deep"}),
+    ],
+    ids=str,
 )
 def test_a_band_of_other_types(tmp_path, band, change):
     path = tmp_path / "band.json"
-    write(path, band.to_dict() | change)
+    data = band.to_dict()
+    if isinstance(change, tuple):
+        name, entry = change
+        change = {name: [data[name][0] | entry, *data[name][1:]]}
+    write(path, data | change)
     with pytest.raises(UserError, match="damaged"):
         Band.load(path)
 

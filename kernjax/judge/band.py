@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,14 @@ import numpy as np
 
 from kernjax.base.errors import UserError
 from kernjax.base.hashing import sha256_json
-from kernjax.judge.comparison import DECODE, PHASES, Comparison, Segment
+from kernjax.judge.band_checks import check, limits_to_dict
+from kernjax.judge.comparison import PHASES, Comparison, Segment
 from kernjax.judge.gates import Limit, Row, predeclared
-from kernjax.judge.limits import leave_one_out, limits_of, merge_flip_bins
-from kernjax.judge.margin_tables import confident_range, largest_range
-from kernjax.judge.metrics import MARGIN_EDGES, MARGIN_LABELS
+from kernjax.judge.metrics import MARGIN_LABELS
 from kernjax.judge.summaries import GROUPS, Summary
 
 SCHEMA_VERSION = 3
-MIN_NORMALS = 4
 IN_MEMORY = "in memory"
-_DIGITS = 1e-5
-"""Relative: limits are kept to six digits, and sums differ in the last bits between machines."""
-
-_FIRST_COUNTED = 2  # the first bin of margins that the tables of flips count
 _DECIMALS = 6
 _MASS_DECIMALS = 9
 
@@ -63,10 +57,11 @@ class Band:
     @property
     def rows(self) -> list[Row]:
         """The predeclared gate rows that have a limit, in table order."""
-        return [row for row in self._predeclared if row.key in self.limits]
+        return [row for row in self.predeclared if row.key in self.limits]
 
     @property
-    def _predeclared(self) -> list[Row]:
+    def predeclared(self) -> list[Row]:
+        """All rows that its segments and normals give."""
         names = [name for name in GROUPS if name in self.normals[0].log_mean]
         if "early" in names:
             names.append("step")
@@ -104,7 +99,7 @@ class Band:
             "settings": self.settings,
             "detection_floor": self.detection_floor,
             "level": PHASES[self.level],
-            "limits": _limits_to_dict(self.limits),
+            "limits": limits_to_dict(self.limits),
             "margins": self.margins,
             "flip_bins": [list(bins) for bins in self.flip_bins],
             "strata": self.strata,
@@ -168,7 +163,7 @@ class Band:
         if not normals:
             raise ValueError("no normals")
         policy, deploy = data["production_policy"], data["deploy_context"]
-        if not isinstance(policy, str) or not (deploy is None or isinstance(deploy, int)):
+        if not isinstance(policy, str) or not (deploy is None or type(deploy) is int):
             raise TypeError(f"production_policy {policy!r}, deploy_context {deploy!r}")
         if deploy is not None and deploy < 1:
             raise ValueError(f"deploy_context {deploy}")
@@ -188,140 +183,13 @@ class Band:
             bad=list(data["bad"]),
             settings=dict(data["settings"]),
         )
-        band._check_numbers()
-        band._check_limits()
-        band._check_flip_margins()
+        check(band)
         return band
-
-    def _check_numbers(self) -> None:
-        """UserError unless there are enough producers and every limit is a number."""
-        count = len(self.normals)
-        if count < MIN_NORMALS or len(self.producers) != count:
-            raise UserError(
-                f"The band names {len(self.producers)} producers and has the numbers of {count}.",
-                f"Expected the numbers of each, and at least {MIN_NORMALS}.",
-                _CALIBRATE,
-            )
-        decoded = "early" in self.normals[0].log_mean
-        if decoded != (self.level == DECODE):
-            raise UserError(
-                f"The band decides on {PHASES[self.level]} rows.",
-                f"Its normals have {'' if decoded else 'no '}decoded ones.",
-                _CALIBRATE,
-            )
-        numbers = {
-            **{f"limit {key}": limit.allowed for key, limit in self.limits.items()},
-            **{
-                name: self.margins.get(name) for name in ("confident_margin", "largest_flip_margin")
-            },
-            "max_allowed_ratio": self.settings.get("max_allowed_ratio"),
-        }
-        for name, value in numbers.items():
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise UserError(
-                    f"The band's {name} is {value!r}.",
-                    "Expected a finite number.",
-                    _CALIBRATE,
-                )
-
-    def _check_limits(self) -> None:
-        """UserError unless the limits are what the normals' numbers give, of exactly their rows.
-
-        A gate that was left out, or misspelt, would be a gate that nobody looks at.
-        """
-        flips = np.mean([normal.flips.sum(axis=0) for normal in self.normals], axis=0)
-        if self.flip_bins != (bins := merge_flip_bins(flips)):
-            raise UserError(
-                f"The band tests flips in the bins {self.flip_bins}.",
-                f"Its normals' flips give {bins}.",
-                _CALIBRATE,
-            )
-        rows = self._predeclared
-        expected = limits_of(rows, leave_one_out(self.segments, self.normals, rows))
-        known = {row.key for row in rows}
-        if unknown := [key for key in self.limits if key not in known]:
-            gates = ", ".join(dict.fromkeys(row.gate for row in rows))
-            raise UserError(
-                f"The band has a limit for {unknown[0]!r}, which is no row of its gates.",
-                f"Gates: {gates}.",
-                _CALIBRATE,
-            )
-        if missing := [key for key in expected if key not in self.limits]:
-            raise UserError(
-                f"The band lacks a limit for {missing[0]!r}, which its normals can be tested on.",
-                "Every predeclared gate is evaluated.",
-                _CALIBRATE,
-            )
-        given, computed = _limits_to_dict(self.limits), _limits_to_dict(expected)
-        for key, values in computed.items():
-            for name, value in values.items():
-                if not _same(given[key][name], value):
-                    raise UserError(
-                        f"The band's limit {key} has {name} {given[key][name]}.",
-                        f"Its normals' numbers give {value}.",
-                        _CALIBRATE,
-                    )
-        floor = detection_floor(rows, expected)
-        if self.detection_floor.keys() != floor.keys() or not all(
-            _same(self.detection_floor[kind], value) for kind, value in floor.items()
-        ):
-            raise UserError(
-                f"The band's detection floor is {self.detection_floor}.",
-                f"Its normals' numbers give {floor}.",
-                _CALIBRATE,
-            )
-
-    def _check_flip_margins(self) -> None:
-        """UserError unless the flip margins are what the normals' counts give."""
-        tables, largest = self.margins["tables"], self.margins["largest_flip_margin"]
-        if tables.keys() != {segment.kind for segment in self.segments}:
-            raise ValueError(f"counts by margin of the kinds {sorted(tables)}")
-        flips = np.sum([normal.flips.sum(axis=0) for normal in self.normals], axis=0)
-        shown = [entry["flips"] * len(self.normals) for entry in self.margins["bins"]]
-        counted = sum(sum(table["flips"]) for table in tables.values())
-        # The counts are of all phases, from a margin of 0.05 on; the normals' of the deciding one.
-        if not np.allclose(shown, flips, rtol=_DIGITS) or counted < flips[_FIRST_COUNTED:].sum():
-            raise UserError(
-                f"The band's normals have {flips.tolist()} flips by margin.",
-                f"Its tables say {[float(f'{n:.6g}') for n in shown]}, and {counted} from "
-                f"{MARGIN_EDGES[1]:.2g} on.",
-                _CALIBRATE,
-            )
-        for name, (low, high) in (
-            ("largest_flip_margin", largest_range(tables)),
-            ("confident_margin", confident_range(tables, len(self.normals), largest)),
-        ):
-            if not low * (1 - _DIGITS) <= self.margins[name] <= high * (1 + _DIGITS):
-                raise UserError(
-                    f"The band's {name} is {self.margins[name]:.6g}.",
-                    f"Its normals' counts by margin put it between {low:.6g} and {high:.6g}.",
-                    _CALIBRATE,
-                )
-
-
-_CALIBRATE = "A band file is only ever written by kernjax.calibrate: calibrate again."
 
 
 def content_sha256(data: Mapping[str, Any]) -> str:
     """The hash of a band's values, however the file is laid out; its own `sha256` left out."""
     return sha256_json({key: value for key, value in data.items() if key != "sha256"})
-
-
-def detection_floor(rows: Sequence[Row], limits: Mapping[str, Limit]) -> dict[str, float]:
-    """By kind: the smallest uniform R, all depths, that the level gate FAILs with 95 % power."""
-    return {
-        str(row.kind): float(f"{math.exp(limits[row.key].detectable):.4g}")
-        for row in rows
-        if row.gate == "level" and row.context is None and row.statistic == "geometric"
-        if row.key in limits
-    }
-
-
-def _same(given: Any, computed: Any) -> bool:
-    """Whether a number of the file is the computed one, to the digits it is kept with."""
-    if isinstance(computed, str):
-        return given == computed
-    return math.isclose(given, computed, rel_tol=_DIGITS, abs_tol=1e-12)
 
 
 def rounded(summary: Summary) -> Summary:
@@ -421,16 +289,6 @@ def _summary_from_dict(data: Mapping[str, Any], segments: int) -> Summary:
         flips,
         int(data["floored"]),
     )
-
-
-def _limits_to_dict(limits: Mapping[str, Limit]) -> dict[str, dict[str, Any]]:
-    """Limits in the unit people read (a ratio, or a mass), to six digits."""
-    result = {}
-    for key, limit in limits.items():
-        shown = math.exp if limit.is_log else float
-        values = {name: float(f"{shown(value):.6g}") for name, value in limit.values().items()}
-        result[key] = {"unit": "ratio" if limit.is_log else "mass"} | values
-    return result
 
 
 def _limits_from_dict(data: Mapping[str, Any]) -> dict[str, Limit]:

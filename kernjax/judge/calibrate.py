@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kernjax.base.errors import UserError
-from kernjax.judge.band import MIN_NORMALS, Band, detection_floor, identities, rounded
+from kernjax.judge.band import Band, identities, rounded
+from kernjax.judge.band_checks import MIN_NORMALS, detection_floor, ratios_of
 from kernjax.judge.comparison import PHASES, Comparison, Segment, compare, label
 from kernjax.judge.gates import Evidence, Row, decide, predeclared
 from kernjax.judge.intervals import Estimate
@@ -93,7 +94,7 @@ def calibrate(
         producers=[
             identities(c.candidate_manifest)
             | {"name": names[index], "digest": c.candidate_digest}
-            | {"ratio": _ratios(levels, loo, index)}
+            | {"ratio": ratios_of(rows, loo, index)}
             for index, c in enumerate(comparisons)
         ],
         segments=first.segments,
@@ -339,15 +340,6 @@ def _check_bad(band: Band, comparison: Comparison) -> dict[str, Any]:
         "gate": f"{worst.name}: {worst.stratum}",
         "observed": worst.observed,
         "allowed": worst.allowed,
-    }
-
-
-def _ratios(rows: Sequence[Row], loo: dict[str, list[Estimate]], index: int) -> dict[str, float]:
-    """A producer's R against the others, by level row, for people."""
-    return {
-        row.stratum: float(f"{math.exp(loo[row.key][index].value):.4g}")
-        for row in rows
-        if row.key in loo
     }
 
 
