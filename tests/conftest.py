@@ -10,6 +10,7 @@ import jax
 import pytest
 
 import pallas_kernels  # noqa: F401  sets XLA's flags before jax starts
+from kernjax.scoring.compilation import use_compilation_cache
 
 # A silent promotion (bf16 + f32, say) is a rounding nobody asked for.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -20,6 +21,8 @@ def _cache_dir(tmp_path_factory):
     """Nothing a test does reads or writes the user's cache; commands in subprocesses inherit it."""
     previous = os.environ.get("KERNJAX_CACHE_DIR")
     os.environ["KERNJAX_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    # Not only what producers compile: many tests build the same small program again.
+    use_compilation_cache()
     yield
     if previous is None:
         del os.environ["KERNJAX_CACHE_DIR"]
