@@ -113,7 +113,7 @@ def test_without_the_gpu_compiler_the_message_names_what_brings_it(monkeypatch) 
         (["--model=nothing-of-that-name"], "neither a directory nor a name. Names: demo, "),
         (["--context=5000"], "--context=5000 is longer than the model's 4096 positions"),
         (["--context=64", "--mesh=tensor=2"], "needs 2 devices, but there are 1"),
-        (["--context=64", "--mesh=expert=1"], "unknown axis 'expert'"),
+        (["--context=64", "--mesh=model=1"], "unknown axis 'model'"),
         (["--context=64", "--policy=bf17"], "Policy 'bf17' does not exist"),
         (["--context=0"], "a whole number of at least 1"),
         (["--context=64", "--policy=bf16,dequantise=layer"], "keeps weights quantised, but"),
