@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+from pathlib import Path
+from xml.etree import ElementTree as xml
 
 import pytest
 from instrument import run
-from report_cases import green, red
-from test_reporting_page import LOCATE, SWEEP
+from report_cases import EVIL, LONG, green, red
+from test_reporting_page import LOCATE, SWEEP, check_harmless
 
 from kernjax import report
 from kernjax.reporting import render_markdown, write_files
@@ -149,3 +151,86 @@ def test_the_page_needs_its_extra(tmp_path, kept, capsys, monkeypatch):
 def test_exit_0_whatever_the_verdict(tmp_path):
     write_files(green(), tmp_path)
     assert run(report, f"--verdict={tmp_path}", f"--output_dir={tmp_path}") == 0
+
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "docs" / "examples" / "red"
+CLOSED = {
+    "/verdict", "/deciding_phase", "/gates/outcome", "/findings/severity", "/strata/phase",
+}  # fmt: skip
+"""Texts that are one of a few words: another one is refused."""
+
+
+def texts(value, path: str = "") -> dict[str, list]:
+    """Every text of a JSON value: by its path without numbers, the places (holder, key)."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    found: dict[str, list] = {}
+    for key, item in pairs:
+        here = f"{path}/{key}" if isinstance(value, dict) else path
+        if isinstance(item, dict | list):
+            for name, places in texts(item, here).items():
+                found.setdefault(name, []).extend(places)
+        elif isinstance(item, str):
+            found.setdefault(here, []).append((value, key))
+    return found
+
+
+@pytest.fixture
+def hostile_files(tmp_path):
+    """A function that writes the red example's files with EVIL, and 10 kB, at these paths."""
+    files = ("verdict.json", "figures.json", "locate.json")
+    whole = {name: json.loads((EXAMPLE / name).read_text(encoding="utf-8")) for name in files}
+    kept = tmp_path / "kept"
+    kept.mkdir()
+
+    def write(wanted) -> tuple[Path, int]:
+        count = 0
+        for name in files:
+            value = json.loads(json.dumps(whole[name]))
+            for path, places in texts(value).items():
+                if wanted(path):
+                    count += 1
+                    for holder, key in places:
+                        holder[key] = EVIL + LONG
+            (kept / name).write_text(json.dumps(value), encoding="utf-8")
+        return kept, count
+
+    return write
+
+
+def test_every_free_text_of_the_files_may_be_hostile(hostile_files, tmp_path, capsys):
+    kept, count = hostile_files(lambda path: path not in CLOSED)
+    assert count > 40
+    out = tmp_path / "out"
+    code = run(report, f"--verdict={kept}", f"--locate={kept}", f"--output_dir={out}")
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert harmless(said.out) and harmless(said.err)
+    page = (out / "report.html").read_text(encoding="utf-8")
+    check_harmless(page)
+    assert page.count("\\u202e") > 20  # long names lose their middle
+    for made in ("report.md", "report.txt", "junit.xml"):
+        assert harmless((out / made).read_text(encoding="utf-8")), made
+    xml.parse(out / "junit.xml")
+
+
+@pytest.mark.parametrize("closed", sorted(CLOSED))
+def test_a_word_that_nobody_knows_is_refused(hostile_files, tmp_path, capsys, closed):
+    kept, count = hostile_files(lambda path: path == closed)
+    out = tmp_path / "out"
+    assert count == 1 and run(report, f"--verdict={kept}", f"--output_dir={out}") == 3
+    said = capsys.readouterr()
+    assert "is no verdict of kernjax.check" in said.err and "unexpected" not in said.err
+    assert harmless(said.err) and harmless(said.out) and not out.exists()
+
+
+def harmless(text: str) -> bool:
+    """Nothing that a terminal, or a reader of the bytes, would obey."""
+    return all(char.isprintable() or char == "\n" for char in text)
+
+
+@pytest.mark.parametrize("path", ["/proc/kernjax", "/dev/null/kernjax"])
+def test_places_that_nobody_can_write(kept, capsys, path):
+    if not Path(path).parent.exists():
+        pytest.skip("another kind of machine")
+    assert run(report, f"--verdict={kept}", f"--output_dir={path}") == 3
+    assert f"Could not write to {path}" in capsys.readouterr().err

@@ -18,14 +18,15 @@ def write_band(reference: str | Path, run: str | Path, out: Path, count: int = 5
     producer of the same size that shares no errors with the others.
     """
     truth, actual = load_recording(reference), load_recording(run)
-    band = calibrate(truth, [_variant(truth, actual, seed) for seed in range(count)])
+    band = calibrate(truth, [variant(truth, actual, seed) for seed in range(count)])
     band.save(out)
     return band
 
 
-def _variant(truth: Recording, actual: Recording, seed: int) -> Recording:
+def variant(truth: Recording, actual: Recording, seed: int, size: float = 1.0) -> Recording:
+    """A recording that errs `size` times as much as `actual`, with signs of the seed's own."""
     rng = np.random.default_rng([3, seed])
-    sign = rng.choice([-1.0, 1.0], len(truth)) * (1 + 0.02 * rng.standard_normal())
+    sign = rng.choice([-1.0, 1.0], len(truth)) * size * (1 + 0.02 * rng.standard_normal())
     raw = {
         name: getattr(truth, name)
         + sign.reshape(-1, *[1] * (getattr(truth, name).ndim - 1))

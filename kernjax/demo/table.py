@@ -69,7 +69,7 @@ def _markdown(corpus: str, verdicts: dict[str, Any], refused: dict[str, UserErro
     lines = [
         f"# The demo's policies on `{corpus}`",
         "",
-        f"Made by `python -m kernjax.demo.table --corpus={corpus}`. R: geometric ratio of the KL to"
+        "Made by the command that [demo.md](demo.md) shows. R: geometric ratio of the KL to"
         " that of the normal producers on the same rows, with its 95 % interval; isolated: the"
         " ratio that the change alone predicts, 1 + KL isolated / KL normal.",
         "",

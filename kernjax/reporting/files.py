@@ -74,13 +74,15 @@ def remove_files(output_dir: str | os.PathLike[str]) -> None:
 
 def write_together(folder: Path, texts: Mapping[str, str]) -> list[Path]:
     """Writes the files; all lie complete on the disk before the first takes its name."""
+    # Half a character (a lone surrogate) must not cost the report: its escape is written.
+    contents = {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()}
     staged: list[tuple[Path, Path]] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
+        for name, content in contents.items():
             staged.append((folder / f".{name}.{os.getpid()}", folder / name))
-            with open(staged[-1][0], "w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
+            with open(staged[-1][0], "wb") as file:
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
         for _, path in staged:

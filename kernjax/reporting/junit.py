@@ -55,7 +55,7 @@ def render_junit(verdict: Verdict, wall_s: float | None = None) -> str:
 def _case(
     suite: Xml.Element, group: str, name: str, outcome: Outcome, short: str, text: str, time: str
 ) -> None:
-    case = Xml.SubElement(suite, "testcase", classname=group, name=safe(name), time=time)
+    case = Xml.SubElement(suite, "testcase", classname=safe(group), name=safe(name), time=time)
     if outcome in _TAGS:
         tag = _TAGS[outcome]
         message = shorten(safe(short), _MESSAGE)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kernjax.base.errors import UserError
-from kernjax.judge.case import Finding
+from kernjax.judge.case import SEVERITIES, Finding
 from kernjax.judge.comparison import PHASES
 from kernjax.judge.gates import Gate, Outcome
 from kernjax.judge.lenses import IncumbentRow, IsolatedDepth, IsolatedLaw
@@ -223,6 +223,9 @@ def verdict_of(line: Mapping[str, Any]) -> Verdict:
     for phase in (verdict.deciding_phase, *(stratum.phase for stratum in verdict.strata)):
         if phase not in PHASES:
             raise ValueError(f"a phase is {phase!r:.60}, none of {', '.join(PHASES)}")
+    for finding in verdict.findings:
+        if finding.severity not in SEVERITIES:
+            raise ValueError(f"a severity is {finding.severity!r:.60}")
     if line.get("exit_code") != verdict.exit_code:
         raise ValueError(f"exit_code is {line.get('exit_code')!r} beside {verdict.outcome}")
     return verdict

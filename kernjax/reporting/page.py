@@ -131,7 +131,7 @@ def _values(verdict: Verdict, extras: Extras) -> dict[str, Any]:
         "margins": _margins(verdict),
         "isolated": _isolated(verdict),
         "incumbent": [
-            [show(r.kind, 40), r.mean, ratio(r.candidate), ratio(r.incumbent)]
+            [show(r.kind, 40), show(r.mean, 40), ratio(r.candidate), ratio(r.incumbent)]
             + [interval(r.ratio, r.low, r.high)]
             for r in verdict.incumbent
         ],
@@ -266,7 +266,7 @@ def _margins(verdict: Verdict) -> list[list[str]]:
 
 def _isolated(verdict: Verdict) -> list[list[str]]:
     return [
-        [show(r.kind, 40), r.mean, str(r.context_len), interval(r.ratio, r.low, r.high)]
+        [show(r.kind, 40), show(r.mean, 40), str(r.context_len), interval(r.ratio, r.low, r.high)]
         for r in verdict.isolated[:_ROWS]
     ]
 

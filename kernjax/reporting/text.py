@@ -197,7 +197,7 @@ def _fine(value: float | None) -> str:
 
 def _laws(verdict: Verdict) -> Iterator[str]:
     for law in verdict.isolated_laws:
-        name = f"{safe(law.kind)}, {law.mean}"
+        name = f"{safe(law.kind)}, {safe(law.mean)}"
         if law.exponent is None:
             yield paragraph(
                 f"{name}: {law.depths} depths, too few for a law; the worst bound is "
