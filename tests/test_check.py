@@ -216,6 +216,7 @@ def test_the_references_own_model_and_corpus_may_be_named(capsys, tmp_path):
             ["--candidate", bundled("bf16"), "--mesh", "x", "--repeat", "--batch_size", "1"],
             "--repeat, --batch_size and --mesh are given beside --candidate",
         ),
+        (["--candidate", bundled("bf16"), "--incumbent="], "--incumbent is given without a value"),
         (["--candidate", bundled("bf16"), "--noisolated"], "--noisolated is given beside"),
         (["--policy", "fp8", "--noisolated", "--isolated_limit", "2"], "beside --noisolated"),
         (["--policy", "fp8", "--production_policy", "nonsense"], "nonsense"),

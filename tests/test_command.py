@@ -131,6 +131,8 @@ def test_help_prints_the_manual_even_without_required_flags(capsys):
         (["--model=m", "--batch_size"], "--batch_size"),
         ([], "--model is missing."),
         (["--model="], "--model is missing."),
+        (["--model=m", "--kernel=k", "--kernel= "], "--kernel is given without a value."),
+        (["--model= "], "--model is given without a value."),
         (["--model=m", "stray"], "'stray' is not a flag."),
         (["--flagfile=/no/such/file"], "/no/such/file"),
     ],

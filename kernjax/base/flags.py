@@ -134,8 +134,8 @@ class Flags(absl_flags.FlagValues):
         """Reads the command line (without the program's name); returns the positional words.
 
         Every value is back at its default first, so a process may parse several command lines.
-        Raises UserError for unknown flags, bad values, missing required flags, stray words, and
-        flag files that cannot be read.
+        Raises UserError for unknown flags, bad and empty values, missing required flags, stray
+        words, and flag files that cannot be read.
         """
         self.unparse_flags()
         try:
@@ -160,6 +160,12 @@ class Flags(absl_flags.FlagValues):
         if missing:
             plural = "are" if len(missing) > 1 else "is"
             raise UserError(f"{' and '.join(missing)} {plural} missing.", todo=self._see_help())
+        if empty := [f"--{name}" for name in self._entries() if self._is_blank(name)]:
+            raise UserError(
+                f"{' and '.join(empty)} {'are' if empty[1:] else 'is'} given without a value.",
+                "A variable that is not set in a script looks like this.",
+                "Give a value, or leave the flag out.",
+            )
         if words and self._positional is None:
             raise UserError(
                 f"{words[0]!r} is not a flag.",
@@ -167,6 +173,13 @@ class Flags(absl_flags.FlagValues):
                 self._see_help(),
             )
         return words
+
+    def _is_blank(self, name: str) -> bool:
+        """Whether a flag of text is there, and (one of) its text is nothing but spaces."""
+        flag = self[name]
+        values = flag.value if isinstance(flag.value, list) else [flag.value]
+        blank = not values or any(isinstance(v, str) and not v.strip() for v in values)
+        return bool(flag.present) and blank
 
     def _tell_repeated(self, argv: Sequence[str]) -> None:
         """The last one counts, as scripts expect that put theirs behind a default; it is said."""
