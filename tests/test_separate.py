@@ -34,9 +34,10 @@ def run(params, policy: str, compiled: list[str] | None = None):
 
     prefill, decode = jax.jit(lambda *a: step(False, *a)), jax.jit(lambda *a: step(True, *a))
     cache = init_cache(MODEL, execution, 2, 32)
+    program = prefill.lower(state, TOKENS[:, :20], cache).compile()
     if compiled is not None:
-        compiled.append(prefill.lower(state, TOKENS[:, :20], cache).compile().as_text())
-    out, cache = prefill(state, TOKENS[:, :20], cache)
+        compiled.append(program.as_text())
+    out, cache = program(state, TOKENS[:, :20], cache)
     seen = [out]
     for at in range(20, 24):
         out, cache = decode(state, TOKENS[:, at : at + 1], cache)
