@@ -45,21 +45,27 @@ def run(params, policy: str, compiled: list[str] | None = None):
     return np.stack(seen)
 
 
+def apart(params):
+    return separated(jax.tree.map(lambda leaf: leaf, params), MODEL)
+
+
 def test_which_parameters_are_separate_and_how() -> None:
     params = random_params(MODEL, 0)
-    apart = separated(params, MODEL)
-    up = apart["linear"]["mlp"]["up"]
+    given = jax.tree.map(lambda leaf: leaf, params)
+    found = separated(given, MODEL)
+    assert given == {}, "what was taken apart is held no longer"
+    up = found["linear"]["mlp"]["up"]
     assert isinstance(up, Separate) and len(up.matrices) == 3
     for layer, matrix in enumerate(up.matrices):
         np.testing.assert_array_equal(matrix.T, params["linear"]["mlp"]["up"][layer])
-    full = apart["full"]["o"]
+    full = found["full"]["o"]
     assert isinstance(full, Separate) and len(full.matrices) == 1
     for stack, name in (("linear", "conv"), ("linear", "A_log"), ("full", "post_norm")):
-        assert apart[stack][name] is params[stack][name]
-    assert apart["embed"] is params["embed"]
+        assert found[stack][name] is params[stack][name]
+    assert found["embed"] is params["embed"]
     shapes = jax.eval_shape(lambda: params)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), separated(shapes, MODEL)) == (
-        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), apart)
+        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), found)
     )
 
 
@@ -68,7 +74,7 @@ def test_same_logits_as_of_stacks(policy: str) -> None:
     """Also where a layer's own policy makes branches around the product."""
     params = random_params(MODEL, 1)
     np.testing.assert_allclose(
-        run(separated(params, MODEL), policy), run(params, policy), rtol=2e-5, atol=2e-5
+        run(apart(params), policy), run(params, policy), rtol=2e-5, atol=2e-5
     )
 
 
@@ -77,8 +83,8 @@ def test_bfloat16_matrices_are_never_widened() -> None:
     params = random_params(MODEL, 2, "bfloat16")
     texts: list[str] = []
     stacked = run(params, "bf16", texts)
-    apart = run(separated(params, MODEL), "bf16", texts)
-    np.testing.assert_allclose(apart, stacked, rtol=2e-2, atol=2e-2)
+    separate = run(apart(params), "bf16", texts)
+    np.testing.assert_allclose(separate, stacked, rtol=2e-2, atol=2e-2)
     rows, columns = params["linear"]["mlp"]["up"].shape[1:]
     wide = [re.findall(rf"f32\[(?:3,)?(?:{rows},{columns}|{columns},{rows})\]", t) for t in texts]
     assert wide[0] or jaxlib.version.__version_info__ >= (0, 12)

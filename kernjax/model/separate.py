@@ -12,7 +12,7 @@ They are held as the files have them, [out, in]: products of few rows are up to 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from kernjax.model.config import ModelConfig
 from kernjax.model.packed import Packed
-from kernjax.model.params import abstract_params, leaves, tree_of
+from kernjax.model.params import LeafPath, abstract_params, leaves
 
 
 @jax.tree_util.register_dataclass
@@ -66,16 +66,27 @@ def suits(mesh: Mesh | AbstractMesh | None) -> bool:
     return mesh is None and jax.default_backend() == "cpu"
 
 
-def separated(params: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """The tree of parameters (arrays or shapes) with `Separate` in place of stacks of matrices."""
+def separated(params: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """The tree of parameters (arrays or shapes) with `Separate` in place of stacks of matrices.
+
+    Takes them out of `params`, which is empty then: so at most one stack is held twice.
+    """
     specs = dict(leaves(abstract_params(config)))
 
-    def one(leaf: Any) -> Separate:
+    def one(path: LeafPath, leaf: Any) -> Any:
+        if isinstance(leaf, Packed) or not specs[path].is_stack:
+            return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return Separate((jax.ShapeDtypeStruct(leaf.shape[:0:-1], leaf.dtype),) * leaf.shape[0])
         return Separate(tuple(leaf[layer].T for layer in range(leaf.shape[0])))
 
-    return tree_of(
-        (path, one(leaf) if specs[path].is_stack and not isinstance(leaf, Packed) else leaf)
-        for path, leaf in leaves(params)
-    )
+    def emptied(tree: dict[str, Any], at: LeafPath) -> dict[str, Any]:
+        taken = {}
+        for name in list(tree):
+            value = tree.pop(name)
+            path = (*at, name)
+            taken[name] = emptied(value, path) if isinstance(value, dict) else one(path, value)
+            del value
+        return taken
+
+    return emptied(params, ())
