@@ -173,6 +173,19 @@ def test_a_producer_that_hardly_differs(normals, apart):
         calibrate(None, [*normals, almost])
 
 
+def test_producers_that_agree_in_their_largest_change_are_two(corpus, normals):
+    """One row of a heavy tail is most of the mean square, and has one sign by chance."""
+    changes = [normals[i].margin_change.copy() for i in (2, 3)]
+    row = int(np.argmax(normals[2].margin > 3))
+    for change in changes:
+        change[row] = 30 * np.sqrt(np.sum(change**2))
+    alike = [
+        dataclasses.replace(normals[i], margin_change=change)
+        for i, change in zip((2, 3), changes, strict=True)
+    ]
+    assert calibrate(None, [*normals[:2], *alike, normals[4]]).limits
+
+
 def test_the_reference_itself_is_no_normal(normals):
     same = dataclasses.replace(normals[0], bitwise_reference=True, candidate_name="f32 again")
     with pytest.raises(UserError, match="f32 again equals the reference"):

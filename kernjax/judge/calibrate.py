@@ -206,8 +206,8 @@ def _check_distinct(comparisons: Sequence[Comparison]) -> None:
                     "Each normal is a producer of its own.",
                     "Leave one out: a producer counted twice makes the others' spread look small.",
                 )
-            size = math.sqrt(logit_noise(c.margin_change) * logit_noise(other.margin_change))
-            apart = logit_noise(c.margin_change - other.margin_change)
+            size = math.sqrt(_typical(c.margin_change) * _typical(other.margin_change))
+            apart = _typical(c.margin_change - other.margin_change)
             if apart < _NEAR_DUPLICATE * size:
                 raise UserError(
                     f"{pair} differ from each other by only {apart / size:.1%} of what they differ "
@@ -215,6 +215,12 @@ def _check_distinct(comparisons: Sequence[Comparison]) -> None:
                     f"Producers differ by at least {_NEAR_DUPLICATE:.0%}, or they are one.",
                     "Leave one out.",
                 )
+
+
+def _typical(changes: np.ndarray) -> float:
+    """The median of the sizes: of heavy tails a mean of squares is one row, on which two producers
+    agree by chance."""
+    return float(np.median(np.abs(changes)))
 
 
 def _check_outliers(
