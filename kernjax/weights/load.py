@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import functools
 import gc
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -254,12 +255,29 @@ class _Array:
         numbers = np.arange(len(self._leaf.parts)).reshape(self._leaf.stack)[lead].ravel()
         of_a_part = math.prod(self._content.shape[counted:])
         blocks = memory.reshape(len(numbers), *_shape_of(rest))
-        for number, block in zip(numbers, blocks, strict=True):
+
+        def of_part(number: int, block: np.ndarray) -> Iterator[Step]:
             part = self._leaf.parts[number]
             nbytes = self._content.nbytes(part) / of_a_part
             for inside, fill in self._content.bands(part, rest):
                 place = block[inside]
                 yield Step(functools.partial(fill, place), nbytes * place.size)
+
+        # Threads that fill one part touch its memory together, and the system clears it for each.
+        yield from _in_turn(map(of_part, numbers, blocks), _THREADS)
+
+
+def _in_turn(series: Iterator[Iterator[Step]], most: int) -> Iterator[Step]:
+    """The steps of all series, one of each in turn, of at most so many series at a time."""
+    begun = collections.deque(itertools.islice(series, most))
+    while begun:
+        one = begun.popleft()
+        step = next(one, None)
+        if step is None:
+            begun.extend(itertools.islice(series, 1))
+        else:
+            begun.append(one)
+            yield step
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -33,8 +33,11 @@ _EVERY_BYTE = np.arange(256, dtype=np.uint8)
 _E4M3_VALUES = _EVERY_BYTE.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _E8M0_VALUES = _EVERY_BYTE.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
 _E2M1_VALUES = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-# Both values of a packed byte, [256, 2].
-_E2M1_PAIRS = np.stack([_E2M1_VALUES[_EVERY_BYTE & 15], _E2M1_VALUES[_EVERY_BYTE >> 4]], axis=1)
+# Both values of a packed byte, side by side in one number: [256], looked up several times quicker
+# than rows of two.
+_E2M1_PAIRS = np.stack(
+    [_E2M1_VALUES[_EVERY_BYTE & 15], _E2M1_VALUES[_EVERY_BYTE >> 4]], axis=1
+).view(np.complex64)[:, 0]
 
 
 class Scheme(Protocol):
@@ -101,7 +104,7 @@ class BlockScaledFP8:
     def decode(
         self, codes: np.ndarray, scales: TensorEntry, rows: slice, columns: slice
     ) -> np.ndarray:
-        values = _E4M3_VALUES[codes]
+        values = np.take(_E4M3_VALUES, codes)
         row = scales.array()[rows.start // self.block[0]].astype(np.float32)
         return np.multiply(values, _spread(row, columns, self.block[1]), out=values)
 
@@ -135,7 +138,7 @@ class MXFP4:
     def decode(
         self, codes: np.ndarray, scales: TensorEntry, rows: slice, columns: slice
     ) -> np.ndarray:
-        values = _E2M1_PAIRS[codes].reshape(len(codes), 2 * codes.shape[1])
+        values = np.take(_E2M1_PAIRS, codes).view(np.float32)
         values = values[:, columns.start % 2 :][:, : columns.stop - columns.start]
         exponents = _spread(bytes_of(scales)[rows], columns, self.group)
         # The largest scale times 6 is beyond float32 and becomes infinite: as the format says.

@@ -115,7 +115,8 @@ class Quantised:
             scales = self.scales
             if lead:
                 scales = replace(scales.rows(lead[0].start, lead[0].stop), shape=scales.shape[1:])
-            values = np.empty(_lengths(region), np.float32)
+            # Rounded before rows become columns: there is less to move.
+            values = np.empty(_lengths(region), out.dtype)
             codes, decoded = band.reshape(band.shape[-2:]), values.reshape(values.shape[-2:])
             for some in _cut_at(rows, step):
                 here = slice(some.start - rows.start, some.stop - rows.start)
