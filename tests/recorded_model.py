@@ -101,7 +101,7 @@ def stand_in(monkeypatch) -> list[str]:
         return rows(tokens, plans, "f32" if is_truth else "chunk32")
 
     from kernjax.scoring.batch import Scorer
-    from kernjax.scoring.producer import JaxProducer
+    from kernjax.scoring.producer import Checkpoint, JaxProducer
 
     built = Scorer.__init__
 
@@ -110,6 +110,15 @@ def stand_in(monkeypatch) -> list[str]:
         every = (execution, *keywords.get("variants", ()))
         self.variants_seen = {plan for one in every for plan in one.layers}
 
+    read = Checkpoint.params
+
+    def params(self, dtype, packed=False):
+        key = self.directory.resolve(), dtype, packed
+        if key not in _WEIGHTS:
+            _WEIGHTS[key] = read(self, dtype, packed)
+        return _WEIGHTS[key]
+
+    monkeypatch.setattr(Checkpoint, "params", params)
     monkeypatch.setattr(Scorer, "__init__", init)
     monkeypatch.setattr(Scorer, "score", of_scorer)
     monkeypatch.setattr(JaxProducer, "score", of_producer)
@@ -137,6 +146,7 @@ def stand_in(monkeypatch) -> list[str]:
     return titles
 
 
+_WEIGHTS: dict = {}  # read once for all the commands: most are of the same few megabytes
 _RNG = np.random.default_rng(0)
 
 

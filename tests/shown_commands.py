@@ -36,6 +36,12 @@ def lines(page: Path) -> list[str]:
     return found
 
 
+def shown(name: str, *words: str) -> list[str]:
+    """The flags of the first shown command of this name that has these words."""
+    every = (found for page in PAGES for found in commands(page))
+    return next(f[1:] for f in every if f[0] == f"kernjax.{name}" and {*words} <= {*f})
+
+
 def commands(page: Path) -> list[list[str]]:
     """The words after `python -m` of every kernjax command, in the order of the page."""
     found = []

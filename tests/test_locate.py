@@ -9,6 +9,7 @@ import types
 import numpy as np
 import pytest
 from instrument import Instrument, run
+from shown_commands import shown
 from tiny import make_corpus, write_checkpoint
 
 from kernjax import locate, record
@@ -162,6 +163,15 @@ def test_a_site_rounded_in_one_layer_is_named(deep, capsys, tmp_path):
     assert cell["decode_median"] > 1e-3 and cell["prefill_max"] > 1e-3
     assert {site["name"] for site in line["sites"]} == {"delta_rule.v_new", "attention.p"}
     assert json.loads((tmp_path / "locate.json").read_text())["layer"] == 3
+
+
+def test_the_shown_command_shares_fp8_among_the_attention_layers(deep, capsys):
+    """That of the README: two layers of four round P, and what each carries adds up."""
+    _, _, line = located(capsys, deep, *shown("locate", "--policy=fp8"))
+    shares = {tuple(part["layers"]): part["share"] for part in line["layers"]}
+    assert set(shares) == {(1,), (3,)} and min(shares.values()) > 0.02
+    assert 0.5 < sum(shares.values()) < 2  # at 24 rows, errors are not yet without each other
+    assert [site["name"] for site in line["sites"]] == ["attention.p"] and line["outside"] == []
 
 
 KERNELS = """

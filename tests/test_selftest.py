@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 from instrument import Instrument, last_line, run
+from shown_commands import shown
 from tiny import make_corpus, write_checkpoint
 
 from kernjax import record, selftest
@@ -58,9 +59,12 @@ def selftest_on(tiny: Instrument, *flags: str) -> int:
 
 
 def test_a_fault_and_what_cannot_act_here(tiny, tmp_path, capsys):
+    """The command of docs/faults.md, with three rows."""
     table = tmp_path / "table.md"
+    (word,) = shown("selftest", "--markdown=docs/faults.md")
+    markdown_flag = word.replace("docs/faults.md", str(table))
     ids = ["final_state_transposed", "window_1023", "positions_int16"]
-    flags = (f"--only={','.join(ids)}", "--first_look=8", "--markdown", str(table))
+    flags = (f"--only={','.join(ids)}", "--first_look=8", markdown_flag)
     code = selftest_on(tiny, *flags)
     report = last_line(capsys)
     rows = {row["id"]: row for row in report["rows"]}
@@ -82,7 +86,7 @@ def test_a_right_kernel_is_a_fault_only_below_the_floor(tiny, capsys, monkeypatc
     """The plain recurrence, listed as a control, as a fault that may hide, and as one that must
     show: the same numbers are right, right, and wrong."""
     control = next(row for row in CATALOGUE if row.id == "control_token_form")
-    flags = ["--only=control_token_form", "--short"]
+    flags = ["--only=control_token_form", *shown("selftest", "--short")]  # that of the README
     for expected, status, exit_code in (
         ("green", "not red", 0),
         ("floor", "below the floor", 0),

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from instrument import run
+from shown_commands import shown
 from tiny_band import write_band
 
 from kernjax import sweep
@@ -133,7 +134,10 @@ def subject(instrument, tmp_path_factory):
 
 
 def test_the_command_finds_the_knee_of_the_state(subject, capsys):
-    code = run(sweep, *subject, "--site", "delta_rule.state", "--formats", "f32,m2", "--probe", "2")
+    """That of the README, with two formats."""
+    fewer = {"--bits=4..16": "--bits=2,23"}
+    words = [fewer.get(word, word) for word in shown("sweep", "--site=delta_rule.state", *fewer)]
+    code = run(sweep, *subject, *words, "--probe", "2")
     out = capsys.readouterr().out
     line = json.loads(out.splitlines()[-1])
     assert code == 0 == line["exit_code"]
