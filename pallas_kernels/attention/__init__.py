@@ -55,12 +55,8 @@ def _one_layer(attention: Callable[..., Result]) -> Callable[..., Result]:
     return of_stack
 
 
-def _mosaic_gpu(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = False, **rest: Any
-) -> jax.Array:
+def _mosaic_gpu(q: jax.Array, k: jax.Array, v: jax.Array, **rest: Any) -> Result:
     """`mosaic_gpu.attention`; NotImplementedError where the process has no Hopper or Blackwell."""
-    if return_lse:
-        raise NotImplementedError("mosaic_gpu attention returns no log-sum-exp; 'xla' does.")
     device, capability = jax.devices()[0], _compute_capability()
     if capability not in GPU_ROWS:
         raise NotImplementedError(
@@ -79,10 +75,6 @@ def _compute_capability() -> str:
     return getattr(device, "compute_capability", "") if device.platform == "gpu" else ""
 
 
-def _choose_gpu(q: jax.Array, k: jax.Array, formats: AttentionFormats) -> Tiles:
-    return choose_gpu(q, k, formats, GPU_ROWS[_compute_capability()])
-
-
 PREFILL: dict[str, Callable[..., Result]] = {
     "reference": _one_layer(reference.attention),
     "xla": xla.attention,
@@ -92,7 +84,6 @@ PREFILL: dict[str, Callable[..., Result]] = {
 }
 # A decode step is a prefill of few tokens: the tiles differ, not the functions.
 DECODE: dict[str, Callable[..., Result]] = dict(PREFILL)
-_CHOOSERS = {"mosaic_tpu": choose_tpu, "mosaic_tpu_interpret": choose, "mosaic_gpu": _choose_gpu}
 _STORED = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
@@ -182,7 +173,11 @@ def describe(
     table = {"prefill": PREFILL, "decode": DECODE}[op]
     lengths = jax.ShapeDtypeStruct((q.shape[0],), jnp.int32)
     scale = _check(op, q, k, v, lengths, lengths, None, 1.0, 1.0, None, formats)
-    choosers = {name: functools.partial(f, q, k, formats) for name, f in _CHOOSERS.items()}
+    choosers = {
+        "mosaic_tpu": lambda: choose_tpu(q, k, formats),
+        "mosaic_tpu_interpret": lambda: choose(q, k, formats),
+        "mosaic_gpu": lambda: choose_gpu(q, k, v, formats, _compute_capability()),
+    }
     return tiling.describe(
         f"attention.{op}", table, choosers, implementation, q, k, v, q_offset=lengths,
         kv_length=lengths, scale=scale, layer=None, formats=formats, return_lse=False,

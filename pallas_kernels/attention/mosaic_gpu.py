@@ -11,7 +11,6 @@ into bfloat16 pieces, which is exact, so that every `p` format is there.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -22,11 +21,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention import mosaic_gpu_blackwell, mosaic_gpu_hopper, mosaic_gpu_walk
 from pallas_kernels.attention.formats import AttentionFormats
 from pallas_kernels.attention.operands import Operands, prepare
-from pallas_kernels.attention.tiles import GPU_ROWS, GPU_SCORES, Tiles, choose_gpu
+from pallas_kernels.attention.tiles import (
+    GPU_ROWS,
+    GPU_SCORES,
+    Tiles,
+    choose_gpu,
+    gpu_columns,
+)
 
 # By compute capability, the keys of GPU_ROWS.
 _FAMILIES = {"9.0": mosaic_gpu_hopper, "10.0": mosaic_gpu_blackwell}
-_COLUMNS = 128  # of V that a block takes at most: more accumulators fit neither
 _SHARED_BYTES = 226 * 1024  # that a block can have on either, less its barriers
 
 
@@ -44,7 +48,8 @@ def attention(
     tiles: Tiles | None = None,
     capability: str = "9.0",
     interpret: Any = None,
-) -> jax.Array:
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention outputs [B, T, N, Hv] float32; arguments as `pallas_kernels.attention.prefill`.
 
     `tiles` None is `tiles.choose_gpu`. `capability`: "9.0" the kernel of Hopper, "10.0" that of
@@ -53,7 +58,7 @@ def attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     rows = GPU_ROWS[capability]
-    tiles = choose_gpu(q, k, formats, rows) if tiles is None else tiles
+    tiles = choose_gpu(q, k, v, formats, capability) if tiles is None else tiles
     _refuse(q, k, v, formats, tiles, rows)
     operands = prepare(q, k, v, scale, k_scale, v_scale, formats, tiles, rows)
     _refuse_operands(operands)
@@ -62,8 +67,15 @@ def attention(
             f"mosaic_gpu attention: jax {jax.__version__} cannot store in a layout of choice;"
             " install jax 0.12 or newer (Python 3.12 or newer), or use 'xla'."
         )
-    family = _FAMILIES[capability]
-    return operands.unpack(_call(family, operands, q_offset, kv_length, formats, tiles, interpret))
+    partial = return_lse or tiles.splits > 1
+    outs = _call(
+        _FAMILIES[capability], operands, q_offset, kv_length, formats, tiles, interpret, partial
+    )
+    if not partial:
+        return operands.unpack(outs[0][0])
+    acc, sums, maxima = outs
+    merged = operands.merge(acc, sums[..., None], maxima[..., None])
+    return merged if return_lse else merged[0]
 
 
 def _refuse(
@@ -105,15 +117,15 @@ def _refuse(
         raise NotImplementedError(
             f"{where} {tiles} does not fit: block_k is {allowed}, heads * block_q at most {rows}."
         )
-    loaded = mosaic_gpu_walk.STAGES * tiles.block_k * (q.shape[-1] + _columns(v.shape[-1]))
+    loaded = mosaic_gpu_walk.STAGES * tiles.block_k * (q.shape[-1] + gpu_columns(v.shape[-1]))
     p_size = mosaic_gpu_walk.pieces(p) * rows * tiles.block_k
     if 2 * (rows * q.shape[-1] + loaded + p_size) > _SHARED_BYTES:
         raise NotImplementedError(
             f"{where} {tiles} with q and k of width {q.shape[-1]} and p={p} is more than the"
             f" {_SHARED_BYTES} bytes of shared memory; 64 keys a step fit (formats.block_k)."
         )
-    if tiles.splits != 1 or tiles.fp8_dot:
-        raise NotImplementedError(f"{where} {tiles}: neither splits nor fp8_dot here.")
+    if tiles.fp8_dot:
+        raise NotImplementedError(f"{where} {tiles}: no fp8_dot here.")
 
 
 def _refuse_operands(operands: Operands) -> None:
@@ -126,11 +138,6 @@ def _refuse_operands(operands: Operands) -> None:
             )
 
 
-def _columns(v_width: int) -> int:
-    """Columns of V that a block takes; all its blocks of one row compute the same scores."""
-    return math.gcd(v_width, _COLUMNS)
-
-
 def _call(
     family: Any,
     operands: Operands,
@@ -139,14 +146,16 @@ def _call(
     formats: AttentionFormats,
     tiles: Tiles,
     interpret: Any,
-) -> jax.Array:
-    """Packed rows [B, U, blocks, rows, Hv]."""
+    partial: bool,
+) -> tuple[jax.Array, ...]:
+    """Packed rows per split: (o [splits, B, U, blocks, rows, Hv],), or where it is `partial` acc
+    with l and m [splits, B, U, blocks, rows]."""
     q = operands.q
     # The units take both operands in one dtype of 16 bits.
     k, v = (x.astype(jnp.bfloat16) for x in (operands.k, operands.v))
     batch, units, blocks, rows, width = q.shape
     v_width, block_k = v.shape[3], tiles.block_k
-    columns = _columns(v_width)
+    columns = gpu_columns(v_width)
     stages = mosaic_gpu_walk.STAGES
     barrier = functools.partial(plgpu.Barrier, orders_tensor_core=family.ORDERS_TENSOR_CORE)
     copies = dict(
@@ -159,19 +168,20 @@ def _call(
     )
 
     def kernel(*refs: Any, products: dict[str, Any], **copies: Any) -> None:
-        *inputs, o_ref = refs
         walk = mosaic_gpu_walk.Walk(
-            *inputs, **copies, formats=formats, tiles=tiles, tokens=operands.tokens,
+            *refs, **copies, formats=formats, tiles=tiles, tokens=operands.tokens,
             layout=family.LAYOUT,
         )  # fmt: skip
-        family.kernel(walk, o_ref, **products)
+        family.kernel(walk, **products)
 
     factors = jnp.stack([operands.score_factor, operands.log2_factor, operands.shift])
+    shape = (tiles.splits, batch, units, blocks, rows)
+    outs = [(*shape, v_width), shape, shape] if partial else [(*shape, v_width)]
     run = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((batch, units, blocks, rows, v_width), jnp.float32),
-        grid=(blocks, v_width // columns, units, batch),
-        grid_names=("block", "part", "unit", "batch"),
+        out_type=tuple(jax.ShapeDtypeStruct(out, jnp.float32) for out in outs),
+        grid=(blocks, tiles.splits, v_width // columns, units, batch),
+        grid_names=("block", "split", "part", "unit", "batch"),
         scratch_types=dict(**copies, products=family.scratch(rows, columns, formats, tiles)),
         compiler_params=plgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Lane),
         **({} if interpret is None else {"interpret": interpret}),

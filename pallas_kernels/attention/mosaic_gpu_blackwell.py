@@ -48,9 +48,7 @@ def scratch(rows: int, width: int, formats: AttentionFormats, tiles: Tiles) -> d
     )
 
 
-def kernel(
-    walk: Walk, o_ref: Any, *, s: Any, p: Any, pv: Any, acc: Any, s_ready: Any, pv_ready: Any
-) -> None:
+def kernel(walk: Walk, *, s: Any, p: Any, pv: Any, acc: Any, s_ready: Any, pv_ready: Any) -> None:
     """One block; s [rows, block_k], p of that shape for each piece, pv and acc [rows, width] in
     tensor memory."""
     parts = [pl.ds(column, _COLUMNS) for column in range(0, walk.width, _COLUMNS)]
@@ -75,12 +73,12 @@ def kernel(
         scores = load(s)
         plgpu.wait_load_tmem()
         walk.refill(walk.k, n)
-        pl.when(n + 1 < walk.steps)(lambda: score(n + 1))
+        pl.when(n + 1 < walk.end)(lambda: score(n + 1))
         m, total, alpha, pieces = walk.softmax(scores, m, total, n, masked)
-        pl.when(n > 0)(lambda: plgpu.barrier_wait(pv_ready))
+        pl.when(n > walk.begin)(lambda: plgpu.barrier_wait(pv_ready))
         for p_ref, piece in zip(p, pieces, strict=True):
             plgpu.async_store_tmem(p_ref, piece)
-        pl.when(n > 0)(lambda: add_product(fallen, n - 1))
+        pl.when(n > walk.begin)(lambda: add_product(fallen, n - 1))
         plgpu.commit_tmem()
         v = walk.values(n, masked)
         if masked:
@@ -94,23 +92,23 @@ def kernel(
     for part in parts:
         plgpu.async_store_tmem(acc.at[:, part], zeros)
     plgpu.commit_tmem()
-    pl.when(walk.steps > 0)(lambda: score(jnp.int32(0)))
-    _, total, fallen = walk.over_keys(step, (*walk.start(), walk.per_row(1.0)))
+    pl.when(walk.end > walk.begin)(lambda: score(walk.begin))
+    m, total, fallen = walk.over_keys(step, (*walk.start(), walk.per_row(1.0)))
 
-    @pl.when(walk.steps > 0)
+    @pl.when(walk.end > walk.begin)
     def _() -> None:
         plgpu.barrier_wait(pv_ready)
-        add_product(fallen, walk.steps - 1)
+        add_product(fallen, walk.end - 1)
         plgpu.commit_tmem()
 
-    total = jnp.where(total == 0, jnp.float32(1), total)
+    divisor = walk.divisor(m, total)
     for part in parts:
         o = load(acc.at[:, part])
         plgpu.wait_load_tmem()
-        plgpu.async_store_tmem(acc.at[:, part], o / walk.along_rows(total, o.shape))
+        plgpu.async_store_tmem(acc.at[:, part], o / walk.along_rows(divisor, o.shape))
     plgpu.commit_tmem()
     for column, part in zip(range(0, walk.width, _COLUMNS), parts, strict=True):
         # Four threads to a row and not one: whole sectors are written.
         o = plgpu.async_load_tmem(acc.at[:, part], layout=plgpu.Layout.TCGEN05)
-        walk.store(o_ref, column, o)
+        walk.store(column, o)
     plgpu.wait_load_tmem()  # before the tensor memory goes back

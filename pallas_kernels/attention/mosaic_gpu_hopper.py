@@ -31,7 +31,7 @@ def scratch(rows: int, width: int, formats: AttentionFormats, tiles: Tiles) -> d
     return dict(p=mosaic_gpu_walk.shared(mosaic_gpu_walk.pieces(formats.p), rows, tiles.block_k))
 
 
-def kernel(walk: Walk, o_ref: Any, *, p: Any) -> None:
+def kernel(walk: Walk, *, p: Any) -> None:
     """One block; p [pieces, rows, block_k] in shared memory."""
 
     def zeros() -> jax.Array:
@@ -66,7 +66,7 @@ def kernel(walk: Walk, o_ref: Any, *, p: Any) -> None:
         return m, total, tuple(grown)
 
     accs = tuple(zeros() for _ in range(walk.width // _COLUMNS))
-    _, total, accs = walk.over_keys(step, (*walk.start(), accs))
-    total = jnp.where(total == 0, jnp.float32(1), total)
+    m, total, accs = walk.over_keys(step, (*walk.start(), accs))
+    divisor = walk.divisor(m, total)
     for index, acc in enumerate(accs):
-        walk.store(o_ref, index * _COLUMNS, acc / walk.along_rows(total, acc.shape))
+        walk.store(index * _COLUMNS, acc / walk.along_rows(divisor, acc.shape))

@@ -1,9 +1,9 @@
 """What the GPU attention kernels share: the keys a block visits, and the softmax of one key tile.
 
 A block of one warpgroup holds `rows` rows of scores - `heads` query heads of one key head times
-`block_q` tokens - and walks the keys it can see, `block_k` at a time, K and V arriving two tiles
-ahead through shared memory. How the two products are made is the kernels' own: mosaic_gpu_hopper,
-mosaic_gpu_blackwell.
+`block_q` tokens - and walks the keys it can see, or its share of them where they are split,
+`block_k` at a time, K and V arriving two tiles ahead through shared memory. How the two products
+are made is the kernels' own: mosaic_gpu_hopper, mosaic_gpu_blackwell.
 """
 
 from __future__ import annotations
@@ -50,28 +50,29 @@ def shared(*shape: int) -> Any:
 
 
 class Walk:
-    """One block's rows, the key tiles that they see, and the arithmetic between the products.
+    """One block's rows, the key tiles that it meets, and the arithmetic between the products.
 
-    Key tiles 0 to `whole` - 1 are seen by every row, those from `whole` to `steps` - 1 by some.
+    Key tiles `begin` to `whole` - 1 are seen by every row, those from `whole` to `end` - 1 by some.
     """
 
     def __init__(
-        self, offset_ref, length_ref, factors_ref, q_ref, k_ref, v_ref, *, q_smem, k_smem, v_smem,
-        q_barrier, k_barriers, v_barriers, formats: AttentionFormats, tiles: Tiles, tokens: int,
-        layout: Any,
+        self, offset_ref, length_ref, factors_ref, q_ref, k_ref, v_ref, o_ref, *sum_refs, q_smem,
+        k_smem, v_smem, q_barrier, k_barriers, v_barriers, formats: AttentionFormats, tiles: Tiles,
+        tokens: int, layout: Any,
     ) -> None:  # fmt: skip
-        """q_ref [B, U, blocks, rows, H], k_ref [B, G, S, H], v_ref alike; `layout` of a tile of
-        scores in registers."""
-        self.b, self.unit, part, self.i = (
-            jax.lax.axis_index(x) for x in ("batch", "unit", "part", "block")
+        """q_ref [B, U, blocks, rows, H], k_ref [B, G, S, H], v_ref alike, o_ref [splits, B, U,
+        blocks, rows, Hv]. sum_refs: none, or those of l and m, [splits, B, U, blocks, rows];
+        the output is not divided by l then. `layout` of a tile of scores in registers."""
+        split, self.b, self.unit, self.part, self.i = (
+            jax.lax.axis_index(x) for x in ("split", "batch", "unit", "part", "block")
         )
+        self.outs = [ref.at[split, self.b, self.unit, self.i] for ref in (o_ref, *sum_refs)]
         self.head = jax.lax.div(self.unit, jnp.int32(q_ref.shape[1] // k_ref.shape[1]))
         self.formats, self.tiles, self.layout = formats, tiles, layout
         self.factors_ref, self.q = factors_ref, q_smem
         self.rows, self.width = q_smem.shape[0], v_smem.shape[2]
-        self.columns = part * self.width
         self.k = Stream(k_ref, k_smem, k_barriers, 0)
-        self.v = Stream(v_ref, v_smem, v_barriers, part)
+        self.v = Stream(v_ref, v_smem, v_barriers, self.part)
         block_k = tiles.block_k
         self.first = offset_ref[self.b] + self.i * tiles.block_q
         self.length = length_ref[self.b]
@@ -79,14 +80,18 @@ class Walk:
         # Every row sees the keys below `seen`; none sees one from `end` on.
         seen = jnp.maximum(jnp.minimum(self.first + 1, self.length), 0)
         end = jnp.maximum(jnp.minimum(last, self.length), 0)
-        self.steps = jax.lax.div(end + (block_k - 1), jnp.int32(block_k))
+        self.begin, self.end = jnp.int32(0), jax.lax.div(end + (block_k - 1), jnp.int32(block_k))
         self.whole = jax.lax.div(seen, jnp.int32(block_k))
+        if tiles.splits > 1:
+            share = jax.lax.div(self.end + (tiles.splits - 1), jnp.int32(tiles.splits))
+            self.begin = jnp.minimum(split * share, self.end)
+            self.end = jnp.minimum(self.begin + share, self.end)
+            self.whole = jnp.clip(self.whole, self.begin, self.end)
         plgpu.copy_gmem_to_smem(q_ref.at[self.b, self.unit, self.i], q_smem, q_barrier)
         for ahead in range(STAGES):
+            n = self.begin + ahead
             for stream in (self.k, self.v):
-                pl.when(ahead < self.steps)(
-                    functools.partial(self._fetch, stream, jnp.int32(ahead))
-                )
+                pl.when(n < self.end)(functools.partial(self._fetch, stream, n))
         plgpu.barrier_wait(q_barrier)
 
     def _fetch(self, stream: Stream, n: Any) -> None:
@@ -104,15 +109,13 @@ class Walk:
 
     def refill(self, stream: Stream, n: Any) -> None:
         """Starts the next copy into the slot of key tile n, which nobody reads any more."""
-        pl.when(n + STAGES < self.steps)(lambda: self._fetch(stream, n + STAGES))
+        pl.when(n + STAGES < self.end)(lambda: self._fetch(stream, n + STAGES))
 
     def over_keys(self, step: Callable[..., Any], carry: Any) -> Any:
-        """`step(n, carry, masked=...)` for every key tile, in ascending order."""
+        """`step(n, carry, masked=...)` for every key tile that is met, in ascending order."""
         whole = functools.partial(step, masked=False)
-        carry = jax.lax.fori_loop(0, self.whole, whole, carry)
-        return jax.lax.fori_loop(
-            self.whole, self.steps, functools.partial(step, masked=True), carry
-        )
+        carry = jax.lax.fori_loop(self.begin, self.whole, whole, carry)
+        return jax.lax.fori_loop(self.whole, self.end, functools.partial(step, masked=True), carry)
 
     def per_row(self, value: float) -> jax.Array:
         """[rows] of one number, laid out as the maxima of a tile of scores."""
@@ -166,10 +169,23 @@ class Walk:
 
         return v
 
-    def store(self, o_ref: Any, column: int, o: jax.Array) -> None:
+    def divisor(self, m: jax.Array, total: jax.Array) -> jax.Array:
+        """[rows] by which the accumulator becomes the output; l and m, where they are wanted, go
+        out here."""
+        if len(self.outs) == 1:
+            return jnp.where(total == 0, jnp.float32(1), total)
+
+        @pl.when(self.part == 0)
+        def _() -> None:
+            for ref, value in zip(self.outs[1:], (total, m), strict=True):
+                plgpu.store(ref, value, optimized=False)
+
+        return self.per_row(1.0)
+
+    def store(self, column: int, o: jax.Array) -> None:
         """o [rows, columns] to this block's outputs from `column` on."""
-        columns = pl.ds(self.columns + column, o.shape[1])
-        plgpu.store(o_ref.at[self.b, self.unit, self.i, :, columns], o, optimized=False)
+        columns = pl.ds(self.part * self.width + column, o.shape[1])
+        plgpu.store(self.outs[0].at[:, columns], o, optimized=False)
 
 
 def _clear(v_ref: Any, used: jax.Array) -> None:

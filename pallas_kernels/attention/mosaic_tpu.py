@@ -35,7 +35,6 @@ from pallas_kernels.attention.mosaic_tpu_step import LANES, Block, Plan, Refs, m
 from pallas_kernels.attention.operands import Operands, prepare
 from pallas_kernels.attention.tiles import Tiles, choose, choose_tpu, round_up
 
-_LOG2_E = math.log2(math.e)
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -75,14 +74,11 @@ def attention(
         )
     operands = prepare(q, k, v, scale, k_scale, v_scale, formats, tiles, tiles.rows)
     partial = return_lse or tiles.splits > 1
-    accs, sums, maxima = _call(
-        operands, q_offset, kv_length, formats, tiles, interpret, fixed, partial
-    )
+    outs = _call(operands, q_offset, kv_length, formats, tiles, interpret, fixed, partial)
     if not partial:
-        return operands.unpack(accs[0])
-    o, lse = _merge(accs, sums, maxima, operands.log2_factor)
-    o = operands.unpack(o)
-    return (o, operands.by_token(lse)[..., 0]) if return_lse else o
+        return operands.unpack(outs[0][0])
+    merged = operands.merge(*outs)
+    return merged if return_lse else merged[0]
 
 
 def mosaic_tpu(
@@ -154,8 +150,8 @@ def _call(
     interpret: Any,
     fixed: tuple[int, int] | None,
     partial: bool,
-) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """Per split: o (normalised unless `partial`), l and m, all over packed rows."""
+) -> tuple[jax.Array, ...]:
+    """Packed rows per split: (o,), or where it is `partial` the (acc, l, m) of `Operands.merge`."""
     q, k, v = operands.q, operands.k, operands.v
     batch, units, blocks, rows, width = q.shape
     groups, capacity = k.shape[1:3]
@@ -214,9 +210,7 @@ def _call(
         interpret=interpret,
         name=f"attention_q{tiles.block_q}x{tiles.heads}_k{tiles.block_k}_kv{tiles.block_kv}",
     )(q_offset, kv_length, jnp.full((1,), steps, jnp.int32), factors, q, k, v)
-    if not partial:
-        return [outs[0][0]], [], []
-    return tuple(list(out) for out in outs)
+    return tuple(outs)
 
 
 def _kernel(
@@ -287,19 +281,6 @@ def _kernel(
                 ref[...] = value
         else:
             out_refs[0][...] = acc / jnp.where(total == 0, jnp.float32(1), total)
-
-
-def _merge(
-    accs: list[jax.Array], sums: list[jax.Array], maxima: list[jax.Array], factor: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Unnormalised outputs, sums and maxima of the splits as one softmax's output and lse."""
-    m = functools.reduce(jnp.maximum, maxima)
-    weights = [jnp.exp2((part - m) * factor) for part in maxima]
-    total = sum(w * part for w, part in zip(weights, sums, strict=True))
-    acc = sum(w * a for w, a in zip(weights, accs, strict=True))
-    # The maxima are in the scores' units less the shift, by which the sums are too large.
-    lse = jnp.where(total == 0, -jnp.inf, (m * factor + jnp.log2(total)) / jnp.float32(_LOG2_E))
-    return acc / jnp.where(total == 0, jnp.float32(1), total), lse
 
 
 def _vmem_limit(plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array) -> int:

@@ -37,10 +37,32 @@ class Operands:
 
     def unpack(self, o: jax.Array) -> jax.Array:
         """Kernel rows [B, U, blocks, rows, Hv] -> values [B, T, N, Hv]."""
-        o = self.by_token(o)
+        return self._in_units_of_v(self._by_token(o))
+
+    def merge(
+        self, accs: jax.Array, sums: jax.Array, maxima: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Softmaxes over parts of the keys as one: values [B, T, N, Hv], log-sum-exp [B, T, N].
+
+        accs [splits, B, U, blocks, rows, Hv] are not divided by the sums yet; sums and maxima
+        [splits, B, U, blocks, rows, 1], maxima in the scores' units less the shift. A part that
+        shows a row no key has acc 0, sum 0 and the lowest maximum there is.
+        """
+        accs, sums, maxima = (jax.vmap(self._by_token)(x) for x in (accs, sums, maxima))
+        m = jnp.max(maxima, axis=0)
+        weights = jnp.exp2((maxima - m) * self.log2_factor)
+        total = jnp.sum(weights * sums, axis=0)
+        acc = jnp.sum(weights * accs, axis=0)
+        # What the shift takes from a maximum it adds to its sum.
+        lse = (m * self.log2_factor + jnp.log2(total)) / jnp.float32(math.log2(math.e))
+        lse = jnp.where(total == 0, -jnp.inf, lse)
+        o = acc / jnp.where(total == 0, jnp.float32(1), total)
+        return self._in_units_of_v(o), lse[..., 0]
+
+    def _in_units_of_v(self, o: jax.Array) -> jax.Array:
         return o if isinstance(self.v_factor, float) and self.v_factor == 1.0 else o * self.v_factor
 
-    def by_token(self, o: jax.Array) -> jax.Array:
+    def _by_token(self, o: jax.Array) -> jax.Array:
         """Kernel rows [B, U, blocks, rows, W] -> [B, T, N, W]."""
         batch, units, blocks, _, width = o.shape
         per_unit, block_q = self.tiles.heads, self.tiles.block_q

@@ -17,7 +17,13 @@ _MOST_KEYS = 512  # keys of one softmax step, where the formats leave the choice
 _LOADED_KEYS = 1024  # keys of one grid step
 # Rows of a matrix unit's product, by the compute capability of the GPUs that mosaic_gpu is for.
 GPU_ROWS = {"9.0": 64, "10.0": 128}
+_GPU_PROCESSORS = {"9.0": 132, "10.0": 148}  # multiprocessors of H100 and H200, of B200
 GPU_SCORES = 64 * 128  # of one softmax step: 64 in each thread's registers
+# Columns of V that a GPU block takes at most (more accumulators fit neither generation): the others
+# of a row are other blocks', which compute the same scores.
+_GPU_COLUMNS = 128
+_SPLIT_KEYS = 512  # at least, of a full cache
+_SPLIT_STEPS = 4  # softmax steps that a block could have made before its first, after its last
 _FP8_CAST = ("TPU7", "TPU7x")  # device kinds that convert float32 to e4m3 by themselves
 
 
@@ -29,7 +35,9 @@ class Tiles:
     - block_q: query tokens of a grid step, a power of two; heads * block_q score rows.
     - block_k: keys of one softmax step. Formats whose bits depend on it fix it.
     - block_kv: keys a grid step loads, a multiple of block_k.
-    - splits: parts of the keys with a softmax of their own, merged by their log-sum-exp.
+    - splits: parts of the keys with a softmax of their own, merged by their log-sum-exp. Rounded P
+      has other bits then: every part rounds against its own maximum. It is the keys in use that are
+      cut evenly, so the cuts move with the context.
     - fp8_dot: multiply e4m3 P with an e4m3 cache as float8 instead of bfloat16: quicker where the
       chip has float8 units, with their accumulator.
     - fp8_cast: round e4m3 P by the chip's own conversion, the same bits: quicker where it has one
@@ -91,10 +99,17 @@ def choose_tpu(
     return dataclasses.replace(choose(q, k, formats), fp8_cast=casts)
 
 
-def choose_gpu(q: jax.Array, k: jax.Array, formats: AttentionFormats, rows: int) -> Tiles:
-    """`choose` for mosaic_gpu: `rows` of one warpgroup, and as many keys as registers hold."""
-    tokens, heads = q.shape[1:3]
-    share = heads // k.shape[2]
+def choose_gpu(
+    q: jax.Array, k: jax.Array, v: jax.Array, formats: AttentionFormats, capability: str
+) -> Tiles:
+    """`choose` for mosaic_gpu on GPUs of that capability, with as many keys as registers hold.
+
+    Keys are split where one block holds all queries of its heads, as in decode: there are few
+    blocks then, and a long context would keep as few multiprocessors busy.
+    """
+    batch, tokens, heads = q.shape[:3]
+    capacity, groups = k.shape[1:3]
+    share, rows = heads // groups, GPU_ROWS[capability]
     most = GPU_SCORES // rows
     # P in several pieces takes registers that 128 scores of a row do not leave.
     widest = 128 if fits_bfloat16(formats.p) else 64
@@ -103,7 +118,28 @@ def choose_gpu(q: jax.Array, k: jax.Array, formats: AttentionFormats, rows: int)
         block_k = formats.block_k
     block_q = min(next_power(tokens), rows)
     per_block = max(d for d in range(1, share + 1) if share % d == 0 and d * block_q <= rows)
-    return Tiles(per_block, block_q, block_k, block_k)
+    blocks = batch * (heads // per_block) * (v.shape[3] // gpu_columns(v.shape[3]))
+    splits = _splits(blocks, capacity, block_k, capability) if tokens <= block_q else 1
+    return Tiles(per_block, block_q, block_k, block_k, splits)
+
+
+def _splits(blocks: int, capacity: int, block_k: int, capability: str) -> int:
+    """1 where there is a block for every multiprocessor; else the fewest parts of the keys with
+    which the last of them is done soonest, one block at a time on each, if the cache is full."""
+    processors = _GPU_PROCESSORS[capability]
+    if blocks >= processors:
+        return 1
+
+    def steps(splits: int) -> int:
+        turns = -(-blocks * splits // processors)
+        return turns * (-(-capacity // (splits * block_k)) + _SPLIT_STEPS)
+
+    return min(range(1, max(capacity // _SPLIT_KEYS, 1) + 1), key=steps)
+
+
+def gpu_columns(v_width: int) -> int:
+    """Columns of V that a block of mosaic_gpu takes."""
+    return math.gcd(v_width, _GPU_COLUMNS)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -180,6 +180,24 @@ def tiled(case: Case) -> np.ndarray:
     return (acc / np.where(total == 0, 1, total)).transpose(0, 2, 1, 3)
 
 
+def in_parts(case: Case, keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """`tiled` over parts of so many keys, merged: outputs [1, T, N, Hv], log-sum-exp [1, T, N].
+
+    One sequence whose queries all see a key.
+    """
+    parts = []
+    for start in range(0, int(case.kv_length[0]), keys):
+        these, shift = slice(start, start + keys), np.int32(start)
+        part = case._replace(
+            k=case.k[:, these], v=case.v[:, these], q_offset=case.q_offset - shift,
+            kv_length=np.minimum(case.kv_length - shift, np.int32(keys)),
+        )  # fmt: skip
+        scores, _ = raw_scores(part, rounded)
+        parts.append((tiled(part), np.logaddexp.reduce(scores, axis=-1).transpose(0, 2, 1)))
+    lse = np.logaddexp.reduce([part for _, part in parts])
+    return sum(o * np.exp(part - lse)[..., None] for o, part in parts), lse
+
+
 def row_errors(o: np.ndarray, truth: np.ndarray) -> np.ndarray:
     """Relative error of each output vector, [B, T, N]."""
     assert o.shape == truth.shape and o.dtype == np.float32, (o.shape, truth.shape, o.dtype)

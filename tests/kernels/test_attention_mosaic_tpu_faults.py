@@ -144,8 +144,8 @@ FAULTS = {
     "k_scale twice": ("q_factor * k_factor", "q_factor * k_factor * k_factor", scales, {}),
     "v_scale ignored (a03)": ("_operand(v, v_scale,", "_operand(v, 1.0,", scales, {}),
     "splits merged without their sums (a19)": (
-        "weights = [jnp.exp2((part - m) * factor) for part in maxima]",
-        "weights = [jnp.ones_like(m) for part in maxima]", split, dict(splits=2),
+        "weights = jnp.exp2((maxima - m) * self.log2_factor)",
+        "weights = jnp.ones_like(maxima)", split, dict(splits=2),
     ),
     "positions in int16 (a15)": (
         "        last = jnp.minimum(first + self.tiles.block_q, offset + self.tokens)",
