@@ -20,6 +20,7 @@ from kernjax.texts.segments import Corpus, Segment
 ENOUGH_SEGMENTS = 16  # per kind and depth, for an interval over segments
 _WINDOW = 32  # tokens in a row that two texts do not share by chance
 _OTHER_WARN, _OTHER_REFUSE = 0.2, 0.4
+_LOOPING = 1 / 8  # of a stratum's segments: more of them leave too few that say something
 _PREFILL, _DECODE = 0, 1
 
 
@@ -61,6 +62,7 @@ def vet_tokens(corpus: Corpus) -> list[Remark]:
     remarks += _vet_depths(corpus)
     windows = [_windows(segment.tokens) for segment in corpus.segments]
     shared = _shared(windows)
+    looping: dict[tuple[str, int], list[float]] = {}
     for segment, hashes, is_shared in zip(corpus.segments, windows, shared, strict=True):
         if not len(hashes):
             continue
@@ -73,12 +75,21 @@ def vet_tokens(corpus: Corpus) -> list[Remark]:
             remarks.append(Remark("shared", share > 0.5, text))
         scored = hashes[max(0, segment.context_len + 1 - _WINDOW) :]
         repeats = 1.0 - len(np.unique(scored)) / len(scored)
+        looping.setdefault((segment.kind, segment.context_len), []).append(repeats)
         if repeats > 0.25:
             text = (
                 f"{repeats:.0%} of the scored tokens of segment {segment.id!r} repeat themselves: "
                 "the text runs in a loop."
             )
-            remarks.append(Remark("loop", repeats > 0.5, text))
+            remarks.append(Remark("loop", False, text))
+    for (kind, context_len), shares in looping.items():
+        count = sum(share > 0.5 for share in shares)
+        if count > _LOOPING * len(shares):
+            text = (
+                f"{count} of {len(shares)} segments of {kind} at {context_len} run in a loop:"
+                f" expected at most {_LOOPING:.0%}."
+            )
+            remarks.append(Remark("loops", True, text))
     return remarks
 
 
