@@ -59,7 +59,7 @@ def main(args: list[str]) -> int:
     check_writable(out.parent)
     reference_path = _REFERENCE.value
     if reference_path is None:
-        from kernjax.scoring.session import default_reference
+        from kernjax.scoring.defaults import default_reference
 
         reference_path = default_reference(_MODEL.value, _CORPUS.value)
     reference = load_recording(reference_path)

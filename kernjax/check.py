@@ -106,7 +106,7 @@ def main(args: list[str]) -> int:
         remove_files(_OUTPUT_DIR.value)
     reference_path, band_path = _REFERENCE.value, _BAND.value
     if reference_path is None or band_path is None:
-        from kernjax.scoring.session import default_band, default_reference
+        from kernjax.scoring.defaults import default_band, default_reference
 
         reference_path = reference_path or default_reference(_MODEL.value, _CORPUS.value)
         band_path = band_path or default_band(_MODEL.value, _CORPUS.value)

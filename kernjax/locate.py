@@ -75,7 +75,8 @@ def main(args: list[str]) -> int:
     from kernjax.plugins import load_kernels
     from kernjax.precision import parse_policy
     from kernjax.reporting.locate import locate_line, locate_markdown
-    from kernjax.scoring.session import Session, default_reference
+    from kernjax.scoring.defaults import default_reference
+    from kernjax.scoring.session import Session
     from kernjax.scoring.substitution import Substitution
 
     if _OUTPUT_DIR.value:
@@ -127,7 +128,7 @@ def main(args: list[str]) -> int:
 def _band() -> Any:
     """The band that was named, the demo's own, or None."""
     from kernjax.judge import Band
-    from kernjax.scoring.session import default_band
+    from kernjax.scoring.defaults import default_band
 
     if _BAND.value:
         return Band.load(_BAND.value)

@@ -138,7 +138,8 @@ def _draw_figures() -> int:
     from kernjax.reporting.article_charts import article_drawings
     from kernjax.reporting.files import write_together
     from kernjax.reporting.pictures import picture
-    from kernjax.scoring.session import Session, default_reference
+    from kernjax.scoring.defaults import default_reference
+    from kernjax.scoring.session import Session
 
     places = _places()
     check_writable(_OUTPUT_DIR.value)

@@ -60,7 +60,8 @@ def main(args: list[str]) -> int:
     from kernjax.faults.trials import Trials
     from kernjax.judge import Band
     from kernjax.precision import parse_policy
-    from kernjax.scoring.session import Session, default_band, default_reference
+    from kernjax.scoring.defaults import default_band, default_reference
+    from kernjax.scoring.session import Session
 
     for folder in (_OUTPUT_DIR.value, _MARKDOWN.value and Path(_MARKDOWN.value).parent):
         if folder:

@@ -65,7 +65,8 @@ def main(args: list[str]) -> int:
     from kernjax.judge.sweep import conclude, measure
     from kernjax.precision import parse_policy
     from kernjax.reporting.sweep import has_matplotlib, plot_sweep, sweep_line, sweep_markdown
-    from kernjax.scoring.session import Session, default_band, default_reference
+    from kernjax.scoring.defaults import default_band, default_reference
+    from kernjax.scoring.session import Session
 
     if _PLOT.value and not has_matplotlib():
         raise UserError(

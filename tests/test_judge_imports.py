@@ -48,3 +48,19 @@ def test_judge_is_package_and_function():
 def test_the_first_access_gives_the_package_too():
     program = "import kernjax; j = kernjax.judge; import kernjax.judge; assert kernjax.judge is j"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_checking_recordings_loads_no_jax():
+    """The whole command, on what is bundled by default."""
+    program = """
+import sys
+from kernjax import check
+from kernjax.base import command
+from kernjax.base.resources import demo_recording
+argv = [f"--candidate={demo_recording('demo.chunk32.zip')}"]
+code = command.execute(check.main, check.FLAGS, argv)
+assert not {"jax", "flax", "pallas_kernels"} & {name.split(".")[0] for name in sys.modules}
+sys.exit(code)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.startswith("PASS"), result.stderr

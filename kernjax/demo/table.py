@@ -30,8 +30,9 @@ def main(args: list[str]) -> int:
     from kernjax.base.progress import Meter
     from kernjax.judge import Band, compare, judge
     from kernjax.precision import parse_policy, policy_names
+    from kernjax.scoring.defaults import default_band, default_reference
     from kernjax.scoring.lenses import Lenses, run_lenses
-    from kernjax.scoring.session import Session, default_band, default_reference
+    from kernjax.scoring.session import Session
 
     reference = default_reference("demo", _CORPUS.value)
     band = Band.load(default_band("demo", _CORPUS.value))
