@@ -106,7 +106,9 @@ def checkout(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("my_package", "my_package.my_module"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    return tmp_path
+    yield tmp_path
+    for name in ("kernjax", "out"):  # tens of megabytes, for every page
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

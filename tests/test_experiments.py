@@ -11,7 +11,7 @@ import pytest
 from instrument import last_line, run
 
 from kernjax.base.errors import UserError
-from kernjax.experiments import attention, fp8_drift, long_decode, lost_mass, stochastic
+from kernjax.experiments import article, attention, fp8_drift, long_decode, lost_mass, stochastic
 from kernjax.experiments.divergence import full_kl
 from kernjax.experiments.passages import passages, stacked
 from kernjax.experiments.state import decode, lanes
@@ -19,6 +19,7 @@ from kernjax.experiments.tables import doublings
 from kernjax.precision import parse_policy
 from kernjax.scoring.batch import RowPlan
 from kernjax.scoring.producer import Checkpoint, JaxProducer
+from kernjax.scoring.session import Session
 from kernjax.texts import load_corpus
 from pallas_kernels.attention import AttentionFormats, prefill
 
@@ -210,3 +211,23 @@ def test_the_drift_of_fp8_on_a_tiny_model(instrument, monkeypatch, capsys):
 
     assert run(lost_mass, *subject, "--depth=6000") == 3
     assert "tokens of" in capsys.readouterr().err
+
+
+def test_what_the_articles_figures_need_of_a_model(instrument, monkeypatch):
+    """One format of each kind: the first layer, the state after a step, and greedy texts."""
+    monkeypatch.setattr(article, "P_FORMATS", ("fp8",))
+    monkeypatch.setattr(article, "STATE_FORMATS", ("m3",))
+    monkeypatch.setattr(article, "VARIANTS", {})
+    session = Session.open(
+        str(instrument.model), str(instrument.corpus), str(instrument.reference), batch_size=8
+    )
+    found = article.measured(session, parse_policy("bf16"), 8)
+    first = found["first_layer"]
+    assert (first["layer"], first["depth"]) == (1, 96) and set(first["error"]) == {"fp8"}
+    # Rounding moves a P by 2^-4 at most, and an output by less.
+    assert all(1e-4 < first["error"]["fp8"][kind] < 2.0**-4 for kind in ("prose", "code"))
+    state = found["state"]
+    assert state["layers"] == [0] and state["depth"] == 48 and state["formats"] == ["m3"]
+    assert 0.005 < state["distance"][0][0] < 0.3
+    (row,) = found["greedy"]["rows"]
+    assert row["name"] == "production" and row["texts"] == 6 and 0 <= row["parted"] <= 6
