@@ -35,6 +35,7 @@ from kernjax.planning.gpus import GPUS, target  # noqa: E402
 from pallas_kernels.arg_specs import ATTENTION, DELTA_RULE  # noqa: E402
 from pallas_kernels.attention import AttentionFormats  # noqa: E402
 from pallas_kernels.attention import mosaic_gpu as attention_gpu  # noqa: E402
+from pallas_kernels.attention.tiles import choose_gpu  # noqa: E402
 from pallas_kernels.delta_rule import DeltaRuleFormats  # noqa: E402
 from pallas_kernels.delta_rule import mosaic_gpu as delta_rule_gpu  # noqa: E402
 from pallas_kernels.formats import BF16, E4M3_448, F32  # noqa: E402
@@ -58,8 +59,8 @@ def kernels(
 ) -> Iterator[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...]]]:
     """(name, GPUs it is for, function, argument shapes) of the kernels to compile.
 
-    Attention specs with the same blocks differ in the grid alone, and the first stands for them,
-    unless it shall be `every` one.
+    Attention specs with the same blocks, split or not, differ in the grid alone, and the first
+    stands for them, unless it shall be `every` one.
     """
     for name, spec in DELTA_RULE.items():
         run = functools.partial(
@@ -69,22 +70,29 @@ def kernels(
         yield name, tuple(GPUS), run, tuple(spec.arguments().values())
     blocks = set()
     for name, spec in ATTENTION.items():
-        block = spec.width, spec.v_width, spec.op
+        avals = tuple(spec.arguments().values())
+        splits = choose_gpu(*avals[:3], AttentionFormats(q=BF16), "9.0").splits
+        block = spec.width, spec.v_width, spec.op, splits > 1
         if block in blocks and not every:
             continue
         blocks.add(block)
-        for label, p in (("bf16", BF16), ("fp8*448", E4M3_448), ("f32", F32)):
+        for label, p in (("bf16", BF16), ("fp8*448", E4M3_448), ("f32", F32), ("f32 lse", F32)):
+            return_lse = label.endswith("lse")
+            if return_lse and name != "qwen3.8-27b_prefill" and not every:
+                continue
             formats = AttentionFormats(q=BF16, p=p, block_k=64)
 
-            def attend(q, k, v, q_offset, kv_length, formats=formats, capability=""):
+            def attend(
+                q, k, v, q_offset, kv_length, formats=formats, return_lse=return_lse, capability=""
+            ):
                 return attention_gpu.attention(
                     q, k, v, q_offset=q_offset, kv_length=kv_length, k_scale=0.5, formats=formats,
-                    capability=capability,
+                    capability=capability, return_lse=return_lse,
                 )  # fmt: skip
 
             for gpu in GPUS:
                 run = functools.partial(attend, capability=f"{GPUS[gpu][1]}.0")
-                yield f"{name} p={label}", (gpu,), run, tuple(spec.arguments().values())
+                yield f"{name} p={label}", (gpu,), run, avals
 
 
 def main() -> int:
