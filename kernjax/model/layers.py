@@ -30,7 +30,7 @@ def linear(x: jax.Array, weight: jax.Array | OneOf, policy: LayerPolicy) -> jax.
 def dot(x: jax.Array, weight: jax.Array | OneOf, policy: LayerPolicy) -> jax.Array:
     """x [..., D] @ weight [D, F] -> float32 [..., F], not rounded."""
     if isinstance(weight, OneOf):
-        return weight.apply(lambda x, matrix: contract("...d,fd->...f", x, matrix, policy), x)
+        return weight.apply(lambda x, matrix: dot(x, matrix, policy), x)
     return contract("...d,df->...f", x, weight, policy)
 
 

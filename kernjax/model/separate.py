@@ -6,7 +6,8 @@ of their own are read where they lie. Which one a layer takes is known only in t
 product with one becomes a `lax.switch` over the layers' products, each of them one call of a
 library: what is compiled hardly grows with depth.
 
-They are held as the files have them, [out, in]: products of few rows are up to twice as quick.
+Such a product has the very bits of one with a stack's matrix, as meshes compute it. (Held as
+[out, in], products of few rows would be up to twice as quick, and round otherwise.)
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kernjax.model.params import LeafPath, abstract_params, leaves
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Separate:
-    """Matrices [F, D] of one shape and dtype in place of a stack [layers, D, F]."""
+    """Matrices [D, F] of one shape and dtype in place of a stack [layers, D, F]."""
 
     matrices: tuple[Any, ...]
 
@@ -37,7 +38,7 @@ class Separate:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """The matrix [F, D] of a layer, not read yet: matrices[index], index int32 []."""
+    """The matrix [D, F] of a layer, not read yet: matrices[index], index int32 []."""
 
     matrices: tuple[jax.Array, ...]
     index: jax.Array
@@ -57,8 +58,8 @@ class OneOf:
 
 
 def whole(matrix: jax.Array | OneOf) -> jax.Array:
-    """The matrix [D, F] itself."""
-    return matrix.apply(lambda x, chosen: chosen.T, ()) if isinstance(matrix, OneOf) else matrix
+    """The matrix itself."""
+    return matrix.apply(lambda x, chosen: chosen, ()) if isinstance(matrix, OneOf) else matrix
 
 
 def suits(mesh: Mesh | AbstractMesh | None) -> bool:
@@ -77,8 +78,8 @@ def separated(params: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
         if isinstance(leaf, Packed) or not specs[path].is_stack:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            return Separate((jax.ShapeDtypeStruct(leaf.shape[:0:-1], leaf.dtype),) * leaf.shape[0])
-        return Separate(tuple(leaf[layer].T for layer in range(leaf.shape[0])))
+            return Separate((jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),) * leaf.shape[0])
+        return Separate(tuple(leaf[layer] for layer in range(leaf.shape[0])))
 
     def emptied(tree: dict[str, Any], at: LeafPath) -> dict[str, Any]:
         taken = {}
