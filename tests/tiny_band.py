@@ -18,15 +18,18 @@ def write_band(reference: str | Path, run: str | Path, out: Path, count: int = 5
     producer of the same size that shares no errors with the others.
     """
     truth, actual = load_recording(reference), load_recording(run)
-    band = calibrate(truth, [variant(truth, actual, seed) for seed in range(count)])
+    rng = np.random.default_rng(3)
+    # As many up as down in every row: two of them agree in less than half of the rows.
+    up = np.arange(count) % 2 * 2.0 - 1.0
+    signs = rng.permuted(np.tile(up, (len(truth), 1)), axis=1).T
+    factors = signs * (1 + 0.02 * rng.standard_normal((count, 1)))
+    band = calibrate(truth, [variant(truth, actual, f, str(i)) for i, f in enumerate(factors)])
     band.save(out)
     return band
 
 
-def variant(truth: Recording, actual: Recording, seed: int, size: float = 1.0) -> Recording:
-    """A recording that errs `size` times as much as `actual`, with signs of the seed's own."""
-    rng = np.random.default_rng([3, seed])
-    sign = rng.choice([-1.0, 1.0], len(truth)) * size * (1 + 0.02 * rng.standard_normal())
+def variant(truth: Recording, actual: Recording, sign: np.ndarray, name: str) -> Recording:
+    """A recording whose errors are `sign` [R] times those of `actual`."""
     raw = {
         name: getattr(truth, name)
         + sign.reshape(-1, *[1] * (getattr(truth, name).ndim - 1))
@@ -46,10 +49,10 @@ def variant(truth: Recording, actual: Recording, seed: int, size: float = 1.0) -
     raw["target_logprobs"] = np.where(
         is_target.any(axis=1), listed, np.minimum(raw["target_logprobs"], raw["tail_logprob"])
     )
-    manifest = {**actual.manifest, "policy": {"name": "x", "text": f"variant {seed}"}}
+    manifest = {**actual.manifest, "policy": {"name": "x", "text": f"variant {name}"}}
     return dataclasses.replace(
         actual,
-        path=f"variant {seed}",
+        path=f"variant {name}",
         manifest=manifest,
         top1_ids=np.take_along_axis(truth.top_ids, best, axis=1)[:, 0],
         **{name: values.astype(np.float32) for name, values in raw.items()},
