@@ -19,22 +19,28 @@ def write_band(reference: str | Path, run: str | Path, out: Path, count: int = 5
     """
     truth, actual = load_recording(reference), load_recording(run)
     rng = np.random.default_rng(3)
-    # As many up as down in every row: two of them agree in less than half of the rows.
-    up = np.arange(count) % 2 * 2.0 - 1.0
-    signs = rng.permuted(np.tile(up, (len(truth), 1)), axis=1).T
-    factors = signs * (1 + 0.02 * rng.standard_normal((count, 1)))
+    # By row and id, or two of them would be one in many rows, which calibrate refuses.
+    cells = len(truth), truth.top_ids.shape[1] + 1
+    factors = [
+        rng.choice([-1.0, 1.0], cells) * (1 + 0.02 * rng.standard_normal()) for _ in range(count)
+    ]
     band = calibrate(truth, [variant(truth, actual, f, str(i)) for i, f in enumerate(factors)])
     band.save(out)
     return band
 
 
 def variant(truth: Recording, actual: Recording, sign: np.ndarray, name: str) -> Recording:
-    """A recording whose errors are `sign` [R] times those of `actual`."""
+    """A recording whose errors are `sign` times those of `actual`: [R], or [R, K + 1] with the
+    tail's last."""
+    by_name = {"top_logprobs": sign, "tail_logprob": sign, "target_logprobs": sign}
+    if sign.ndim == 2:
+        tail = sign[:, -1]
+        by_name = {"top_logprobs": sign[:, :-1], "tail_logprob": tail, "target_logprobs": tail}
     raw = {
         name: getattr(truth, name)
-        + sign.reshape(-1, *[1] * (getattr(truth, name).ndim - 1))
+        + factor.reshape(*factor.shape, *[1] * (getattr(truth, name).ndim - factor.ndim))
         * (getattr(actual, name).astype(np.float64) - getattr(truth, name))
-        for name in ("top_logprobs", "tail_logprob", "target_logprobs")
+        for name, factor in by_name.items()
     }
     total = np.logaddexp(np.logaddexp.reduce(raw["top_logprobs"], axis=1), raw["tail_logprob"])
     raw["top_logprobs"] -= total[:, None]
