@@ -13,7 +13,7 @@ from kernjax.base.errors import UserError
 from kernjax.judge import Band, calibrate, judge
 from kernjax.judge.band import content_sha256
 from kernjax.judge.limits import flip_limits, leave_one_out, limits_of
-from kernjax.judge.margin_tables import confident_range, largest_range, margin_tables
+from kernjax.judge.margin_tables import GRID, confident_range, largest_range, margin_tables
 from kernjax.judge.simulate import Corpus, Design, Effect
 
 RNG = np.random.default_rng(8)
@@ -104,6 +104,18 @@ def test_flip_margins_follow_from_the_counts(corpus, band, normals):
     assert changes == sum(
         np.sum((c.margin > 0.05) & (np.abs(c.margin_change) > 0.05)) for c in normals
     )
+
+
+def test_a_sum_that_is_the_limit_itself_is_reached_in_any_order():
+    """Three rows whose chances make 0.02 exactly: k1 + k2 + k3 = 40 of 2 x 1000 changes."""
+    for first in range(1, 14):
+        for second in range(first, (40 - first) // 2 + 1):
+            third = 40 - first - second
+            rows, changes = [197] + [0] * 30, [0] * 31
+            rows[10] = rows[20] = rows[30] = 1
+            changes[30], changes[20], changes[10] = first, second - first, third - second
+            table = {"prose": {"rows": rows, "changes": changes, "flips": []}}
+            assert confident_range(table, 5, 0.0)[1] == GRID[11], (first, second)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ GRID = float(MARGIN_EDGES[1]) * 2.0 ** (np.arange(_PER_DOUBLING * _DOUBLINGS + 1
 
 COUNTS = ("rows", "changes", "flips")
 
+_ORDER = 1e-9
+
 
 def margin_tables(normals: Sequence[Comparison]) -> dict[str, dict[str, list[int]]]:
     """By kind of text: the counts of COUNTS by bin of GRID, trailing zeros left out."""
@@ -68,9 +70,10 @@ def confident_range(
             most += _from(rows * 0.5 * beyond / total)
             fewest += _from(rows * 0.5 * np.append(beyond[1:], 0.0) / total)
     low, high = float(MARGIN_EDGES[1]), float(MARGIN_EDGES[1])
-    if (reached := np.nonzero(fewest > CONFIDENT_EXPECTED)[0]).size:
+    # A sum may be the limit itself; added in another order it is a little more or less.
+    if (reached := np.nonzero(fewest > CONFIDENT_EXPECTED * (1 + _ORDER))[0]).size:
         low = float(GRID[reached[-1]])
-    if (reached := np.nonzero(most > CONFIDENT_EXPECTED)[0]).size:
+    if (reached := np.nonzero(most > CONFIDENT_EXPECTED * (1 - _ORDER))[0]).size:
         high = float(np.append(GRID, np.inf)[reached[-1] + 1])
     return max(largest, low), max(largest, high)
 
