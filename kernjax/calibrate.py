@@ -107,11 +107,17 @@ def _is_recording(name: str) -> bool:
 
 
 def _check_flags() -> None:
-    """UserError for a production policy that is none, and for flags of runs where nothing runs."""
-    if _PRODUCTION.value != _PRODUCTION.default:
-        from kernjax.precision import parse_policy
+    """UserError for too few normals, for what is no policy, and for flags of runs where none is."""
+    from kernjax.faults import CATALOGUE
+    from kernjax.judge.calibrate import check_enough
+    from kernjax.precision import parse_policy
 
-        parse_policy(_PRODUCTION.value)
+    # Before the first of them runs: the last may be hours away.
+    check_enough(len(_NORMAL.value))
+    faults = {fault.id for fault in CATALOGUE}
+    for name in (_PRODUCTION.value, *_NORMAL.value, *_BAD.value):
+        if name not in faults and not _is_recording(name):
+            parse_policy(name)
     if all(_is_recording(name) for name in (*_NORMAL.value, *_BAD.value)):
         FLAGS.refuse(
             ["recordings_dir", "batch_size", "mesh"],

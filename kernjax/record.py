@@ -87,6 +87,7 @@ def main(args: list[str]) -> int:
 
 
 def _record(pod: Pod) -> int:
+    from kernjax.base.files import check_writable
     from kernjax.base.progress import Meter
     from kernjax.precision import parse_policy
     from kernjax.recording import load_recording
@@ -105,6 +106,8 @@ def _record(pod: Pod) -> int:
         _check(model, policy)
         command.print_json({"checked": True, "segments": len(corpus.segments)})
         return command.EXIT_PASS
+    if "://" not in _OUT.value:
+        check_writable(Path(_OUT.value).parent)
     identity = record_corpus(
         _producer(model, policy, pod),
         corpus,

@@ -34,10 +34,13 @@ the files. Exit codes: 0 written, whatever the verdict · 3 could not read or wr
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 from kernjax.base import command, shared_flags
 from kernjax.base.errors import UserError
+
+log = logging.getLogger("kernjax")
 
 FLAGS = command.Flags("report", __doc__)
 _VERDICT = FLAGS.string("verdict", None, "A verdict.json, or the directory that check wrote.")
@@ -76,12 +79,12 @@ def _redraw() -> int:
     from kernjax.reporting.loading import load_cause, load_figures
     from kernjax.reporting.page import has_jinja
 
+    verdict, line = load_verdict(_VERDICT.value)
     if _PAGE.value and not has_jinja():
         raise UserError(
             "jinja2 is not installed, so there is no HTML page.",
             todo="pip install 'kernjax[report]', or --nopage for the other files.",
         )
-    verdict, line = load_verdict(_VERDICT.value)
     causes = {
         name: load_cause(flag.value, name)
         for name, flag in (("locate", _LOCATE), ("sweep", _SWEEP))
@@ -161,6 +164,7 @@ def _draw_figures() -> int:
     )
     data = numbers(session.reference, found)
     if _RUNS.value:
+        log.info("running the model: its first layer, its state, its greedy texts (--nomodel_runs)")
         data |= model.measured(session, production, _GREEDY.value)
     drawings = article_drawings(data)
     texts = {f"{name}.svg": picture(drawing) for name, drawing in drawings.items()}

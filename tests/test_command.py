@@ -19,6 +19,8 @@ from kernjax import __main__ as entry
 from kernjax.base import command
 from kernjax.base.errors import UserError
 
+INTERRUPTED = "interrupted. A recording that was begun goes on with the same command."
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -156,7 +158,10 @@ def raiser(error):
     ("error", "message"),
     [
         (UserError("Found x.", "Expected y.", "Do z."), "Found x. Expected y. Do z."),
-        (KeyboardInterrupt(), "interrupted."),
+        (
+            KeyboardInterrupt(),
+            "interrupted. A recording that was begun goes on with the same command.",
+        ),
         (BrokenPipeError(32, "Broken pipe"), "the reader of the output went away"),
         (OSError(28, "No space left on device", "/x/rec"), "the disk is full (/x/rec)"),
         (ValueError("RESOURCE: No space left on device\nmore"), "the disk is full"),
@@ -267,7 +272,10 @@ def test_control_c():
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 3
-    assert err == "kernjax.toy: interrupted.\n"
+    assert (
+        err
+        == "kernjax.toy: interrupted. A recording that was begun goes on with the same command.\n"
+    )
     assert last_json(out)["exit_code"] == 3
 
 
@@ -280,7 +288,11 @@ def test_control_c_does_not_wait_for_what_still_runs():
     assert process.stdout.readline() == "started\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
-    assert process.returncode == 3 and err == "kernjax.toy: interrupted.\n"
+    assert (
+        process.returncode == 3
+        and err
+        == "kernjax.toy: interrupted. A recording that was begun goes on with the same command.\n"
+    )
     assert last_json(out)["exit_code"] == 3
 
 

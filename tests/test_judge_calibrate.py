@@ -9,6 +9,8 @@ import judge_recordings as made
 import numpy as np
 import pytest
 
+from kernjax import calibrate as command_calibrate
+from kernjax.base import command
 from kernjax.base.errors import UserError
 from kernjax.judge import Band, calibrate, judge
 from kernjax.judge.band import content_sha256
@@ -436,3 +438,18 @@ def test_a_band_cut_short_or_edited(tmp_path, band):
         Band.load(tmp_path / "absent.json")
     with pytest.raises(UserError, match="Could not write"):
         band.save(tmp_path / "absent" / "band.json")
+
+
+@pytest.mark.parametrize(
+    ("normals", "message"),
+    [
+        (["bf16", "chunk32", "p_f32"], "3 normal recordings were given"),
+        (["bf16", "chunk32", "p_f32", "bf17"], "bf17"),
+    ],
+)
+def test_what_cannot_make_a_band_is_said_before_anything_runs(normals, message, tmp_path, capsys):
+    words = [*(f"--normal={name}" for name in normals), f"--out={tmp_path / 'band.json'}"]
+    assert command.execute(command_calibrate.main, command_calibrate.FLAGS, words) == 3
+    shown = capsys.readouterr()
+    assert message in shown.err and "compiling" not in shown.err
+    assert not (tmp_path / "band.json").exists()

@@ -62,7 +62,10 @@ def test_the_batch_that_was_missing_is_recorded_again(instrument, tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(recorder.RecordingWriter, "write", stop_after_six)
         assert instrument.record(record, "--out", str(out)) == 3
-    assert last_line(capsys)["error"] == "interrupted."
+    assert (
+        last_line(capsys)["error"]
+        == "interrupted. A recording that was begun goes on with the same command."
+    )
     assert run(record_check(), "--candidate", str(out), "--reference", str(instrument.reference),
                "--band", "none.json") == 3  # fmt: skip
     capsys.readouterr()

@@ -150,7 +150,7 @@ def explain(error: BaseException) -> str:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted."
+        return "interrupted. A recording that was begun goes on with the same command."
     if isinstance(error, BrokenPipeError):
         return "the reader of the output went away before it was complete."
     if isinstance(error, MemoryError):

@@ -69,7 +69,7 @@ def calibrate(
     """
     comparisons = [_compared(reference, normal) for normal in normals]
     bad_comparisons = [_compared(reference, recording) for recording in bad]
-    _check_enough(comparisons)
+    check_enough(len(comparisons))
     _check_same_reference([*comparisons, *bad_comparisons])
     _check_whole(comparisons)
     _check_distinct(comparisons)
@@ -146,10 +146,11 @@ def _names(comparisons: Sequence[Comparison]) -> list[str]:
     ]
 
 
-def _check_enough(comparisons: Sequence[Comparison]) -> None:
-    if len(comparisons) < MIN_NORMALS:
+def check_enough(count: int) -> None:
+    """UserError where a band cannot be made of so many normal recordings."""
+    if count < MIN_NORMALS:
         raise UserError(
-            f"{len(comparisons)} normal recordings were given.",
+            f"{count} normal recordings were given.",
             f"A band needs at least {MIN_NORMALS}: its limit is a tolerance bound over producers.",
             "Record further equally right variants: another chunk length, prefill window, batch "
             "size, P in float32, another backend.",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kernjax.base.errors import UserError
 from kernjax.base.resources import demo_recording, model_directory
-from kernjax.texts import load_corpus
+from kernjax.texts import find_manifest, load_corpus
 
 
 def default_reference(model: str, corpus: str) -> str:
@@ -27,6 +27,7 @@ def _bundled(model: str, corpus: str, what: str, name: str) -> str:
 
         directory = model_directory(model)
         ModelConfig.from_directory(directory)
+        find_manifest(corpus)
         if Path(corpus).is_file():
             load_corpus(corpus, directory if (directory / "tokenizer.json").is_file() else None)
         raise UserError(
