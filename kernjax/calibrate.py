@@ -106,17 +106,22 @@ def _is_recording(name: str) -> bool:
     return Path(name).exists() or name.startswith("gs://")
 
 
+def _is_fault(name: str) -> bool:
+    from kernjax.faults import CATALOGUE
+
+    return name in {fault.id for fault in CATALOGUE}
+
+
 def _check_flags() -> None:
     """UserError for too few normals, for what is no policy, and for flags of runs where none is."""
-    from kernjax.faults import CATALOGUE
     from kernjax.judge.calibrate import check_enough
     from kernjax.precision import parse_policy
 
     # Before the first of them runs: the last may be hours away.
     check_enough(len(_NORMAL.value))
-    faults = {fault.id for fault in CATALOGUE}
-    for name in (_PRODUCTION.value, *_NORMAL.value, *_BAD.value):
-        if name not in faults and not _is_recording(name):
+    parse_policy(_PRODUCTION.value)
+    for name in (*_NORMAL.value, *_BAD.value):
+        if not _is_recording(name) and not _is_fault(name):
             parse_policy(name)
     if all(_is_recording(name) for name in (*_NORMAL.value, *_BAD.value)):
         FLAGS.refuse(
@@ -129,7 +134,7 @@ def _check_flags() -> None:
 def _recorder(reference_path: str) -> Callable[[str, Path], Any]:
     """A function that records a policy, or the production policy with a planted fault, by name."""
     from kernjax.base.progress import Meter
-    from kernjax.faults import CATALOGUE, find
+    from kernjax.faults import find
     from kernjax.plugins import load_kernels
     from kernjax.precision import parse_policy
     from kernjax.scoring.session import Session
@@ -147,7 +152,7 @@ def _recorder(reference_path: str) -> Callable[[str, Path], Any]:
 
     def record(name: str, folder: Path) -> Any:
         text, kernels = name, {}
-        if name in {fault.id for fault in CATALOGUE}:
+        if _is_fault(name):
             (fault,) = find([name])
             text = ",".join(filter(None, (_PRODUCTION.value, fault.settings)))
             kernels = load_kernels(fault.specs)

@@ -453,3 +453,10 @@ def test_what_cannot_make_a_band_is_said_before_anything_runs(normals, message, 
     shown = capsys.readouterr()
     assert message in shown.err and "compiling" not in shown.err
     assert not (tmp_path / "band.json").exists()
+
+
+def test_a_planted_fault_is_no_production_policy(tmp_path, capsys):
+    words = [f"--normal={name}" for name in ("bf16", "chunk32", "p_f32", "chunk128")]
+    words += ["--production_policy=final_state_transposed", f"--out={tmp_path / 'band.json'}"]
+    assert command.execute(command_calibrate.main, command_calibrate.FLAGS, words) == 3
+    assert "final_state_transposed" in capsys.readouterr().err

@@ -15,7 +15,8 @@ def check_writable(folder: str | os.PathLike[str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
-        probe.unlink()
+        # Another host may have a process of this number, and the same folder.
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise cannot_write(folder, error) from error
 
