@@ -10,7 +10,8 @@ import numpy as np
 from kernjax.judge import metrics
 from kernjax.judge.case import LISTED, SEGMENT_STATISTICS, Case, Finding
 from kernjax.judge.comparison import PHASES, RESCORE
-from kernjax.judge.gates import Evidence, Gate, Outcome, Row
+from kernjax.judge.gates import Gate, Outcome
+from kernjax.judge.limits import each_against_others
 from kernjax.judge.quantiles import t_quantile
 
 _SEGMENT_MARGIN = 2.0
@@ -100,10 +101,7 @@ def single_cells(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
         return
     pairs = sorted({(s.kind, s.context_len) for s in case.segments})
     cell = np.array([pairs.index((s.kind, s.context_len)) for s in case.segments])
-    normals = [
-        Evidence(case.segments, normal, [*case.normals[:i], *case.normals[i + 1 :]])
-        for i, normal in enumerate(case.normals)
-    ]
+    normals = each_against_others(case.segments, case.normals)
     pooled = {}
     for row in case.band.rows:
         if row.contrast == "mean" and row.mean is None and row.gate != "growth_decode":
@@ -113,7 +111,7 @@ def single_cells(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
             if known.sum() > 1:
                 places = [pair for pair, usable in zip(pairs, known, strict=True) if usable]
                 pooled[row] = places, own[known], others[:, known]
-    tests = sum(_sides(row) * len(places) for row, (places, _, _) in pooled.items())
+    tests = sum(row.sides * len(places) for row, (places, _, _) in pooled.items())
     for row, (places, own, others) in pooled.items():
         count, centre = len(others), float(others.mean())
         df = (count - 1) * len(places)
@@ -123,7 +121,7 @@ def single_cells(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
         reach = t_quantile(1 - _CELL_ALARM / tests, df) * spread * math.sqrt(1 + 1 / count)
         # What the gate allows everywhere is allowed in one place.
         reach = max(reach, case.band.limits[row.key].allowed - centre)
-        excess = own - centre if _sides(row) == 1 else np.abs(own - centre)
+        excess = own - centre if row.sides == 1 else np.abs(own - centre)
         worst = int(excess.argmax())
         if excess[worst] > reach:
             kind, context = places[worst]
@@ -136,11 +134,6 @@ def single_cells(case: Case, gates: Sequence[Gate]) -> Iterator[Finding]:
                 "Look at what is different there: a length, or a kind of text, that takes another "
                 "path.",
             )
-
-
-def _sides(row: Row) -> int:
-    """Changes of mass are wrong in either direction."""
-    return 2 if row.quantity == "mass" else 1
 
 
 def _cell_means(values: np.ndarray, cell: np.ndarray) -> np.ndarray:

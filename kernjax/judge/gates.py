@@ -104,6 +104,11 @@ class Row:
         """Its name in the band file."""
         return f"{self.gate}: {self.stratum}"
 
+    @property
+    def sides(self) -> int:
+        """Changes of mass are wrong in either direction."""
+        return 2 if self.quantity == "mass" else 1
+
     def shown(self, value: float) -> float:
         """The value in the unit people read: a ratio, or a mass."""
         return value if self.quantity == "mass" else math.exp(min(value, 700.0))

@@ -45,6 +45,14 @@ CONFIDENT_EXPECTED = 0.02
 """Flips beyond the confident margin that a normal run of this corpus has on average."""
 
 
+def each_against_others(segments: Sequence[Segment], normals: Sequence[Summary]) -> list[Evidence]:
+    """Every normal as a subject whose normals are the others."""
+    return [
+        Evidence(segments, normal, [*normals[:index], *normals[index + 1 :]])
+        for index, normal in enumerate(normals)
+    ]
+
+
 def leave_one_out(
     segments: Sequence[Segment], normals: Sequence[Summary], rows: Sequence[Row]
 ) -> dict[str, list[Estimate]]:
@@ -53,9 +61,7 @@ def leave_one_out(
     The spread of these values is M/(M-1) times that of the producers about their common mean.
     """
     found: dict[str, list[Estimate | None]] = {row.key: [] for row in rows}
-    for index, subject in enumerate(normals):
-        others = [normal for i, normal in enumerate(normals) if i != index]
-        evidence = Evidence(segments, subject, others)
+    for evidence in each_against_others(segments, normals):
         for row in rows:
             found[row.key].append(evidence.estimate(row))
     return {key: [v for v in values if v] for key, values in found.items() if all(values)}
@@ -73,7 +79,7 @@ def limits_of(rows: Sequence[Row], loo: Mapping[str, Sequence[Estimate]]) -> dic
         se = math.sqrt(float(np.mean([estimate.se**2 for estimate in estimates])))
         df = max(float(np.mean([estimate.df for estimate in estimates])), 1.0)
         # Changes of mass may fail on either side: each gets half of what a ratio gets.
-        sides = 2 if row.quantity == "mass" else 1
+        sides = row.sides
         centre = abs(values.mean()) if sides == 2 else values.mean()
         spread = float(np.std(values, ddof=1)) * (count - 1) / count
         factor = tolerance_factor(count, 1 - (1 - CONFIDENCE) / sides)
