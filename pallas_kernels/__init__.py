@@ -1,5 +1,5 @@
 """Attention and delta-rule kernels with an explicit rounding format at every step."""
 
-from pallas_kernels.xla_cpu import avoid_wrong_sums
+from pallas_kernels.xla_cpu import set_flags
 
-avoid_wrong_sums()
+set_flags()

@@ -92,11 +92,11 @@ def main(words: list[str]) -> int:
 def use_cpu_devices(count: int) -> None:
     """`count` CPU devices of one thread each: a batch split by hand keeps all cores busier than
     threads inside ops do. To be called before jax starts."""
-    # jaxlib 0.10/0.11 sum wrongly, or crash, in some fusions of products and sums without this.
-    added = ["--xla_cpu_experimental_ynn_fusion_type=-reduce"]
+    import pallas_kernels  # noqa: F401  sets XLA's flags
+
     if count > 1:
-        added.append("--xla_cpu_multi_thread_eigen=false")
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *added]).strip()
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
     import jax
 
     jax.config.update("jax_platforms", "cpu")
