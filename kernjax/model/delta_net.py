@@ -28,7 +28,7 @@ from kernjax.model.layers import (
     silu,
 )
 from kernjax.precision import LayerPolicy
-from pallas_kernels.formats import round_to, store
+from pallas_kernels.formats import as_bits, from_bits, round_to, store
 
 
 class DeltaNet(nnx.Module):
@@ -120,19 +120,13 @@ def causal_conv(
     `window` [B, kernel - 1, C] holds the inputs before x; the returned one holds the last real
     inputs (`count` int32 []), so that padding never enters the next call.
     """
-    time, kernel = x.shape[1], weight.shape[-1]
-    x, taps = x.astype(jnp.float32), weight.astype(jnp.float32)
-    inputs = jnp.concatenate([window.astype(jnp.float32), x], axis=1)
-
-    def convolved(inputs: jax.Array) -> jax.Array:
-        count = inputs.shape[1] - kernel + 1
-        return sum(inputs[:, tap : tap + count] * taps[:, tap] for tap in range(kernel))
-
-    if time < kernel:
-        y = convolved(inputs)
-    else:
-        # Most outputs need x alone: reading them through the concatenation takes twice as long.
-        y = jnp.concatenate([convolved(inputs[:, : 2 * (kernel - 1)]), convolved(x)], axis=1)
+    time, taps = x.shape[1], weight.astype(jnp.float32)
+    # As bits and unfused, or XLA's CPU compiler asks of each output where its inputs lie.
+    x_bits = jax.lax.optimization_barrier(as_bits(x))
+    bits = jnp.concatenate([as_bits(window.astype(x.dtype)), x_bits], axis=1)
+    stored = from_bits(jax.lax.optimization_barrier(bits), x.dtype)
+    inputs = stored.astype(jnp.float32)
+    y = sum(inputs[:, tap : tap + time] * taps[:, tap] for tap in range(taps.shape[-1]))
     y = store(silu(round_to(y, policy.conv)), policy.conv)
-    new_window = jax.lax.dynamic_slice_in_dim(inputs, count, kernel - 1, axis=1)
+    new_window = jax.lax.dynamic_slice_in_dim(stored, count, window.shape[1], axis=1)
     return y, new_window.astype(window.dtype)

@@ -22,8 +22,14 @@ def score_rows(
     that it keeps its relative precision when it is tiny. `full` adds `logprobs` [..., V].
     """
     normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    leading, leading_ids = jax.lax.top_k(logits, TOP_K if top_ids is None else 2)
-    top_ids = leading_ids[..., :TOP_K] if top_ids is None else top_ids
+    if top_ids is None:
+        leading, top_ids = jax.lax.top_k(logits, TOP_K)
+        first, second, first_ids = leading[..., 0], leading[..., 1], top_ids[..., 0]
+    else:
+        # Without the sort of the whole vocabulary that a top_k is on a CPU.
+        first, first_ids = jnp.max(logits, axis=-1), jnp.argmax(logits, axis=-1)
+        is_first = jnp.arange(logits.shape[-1]) == first_ids[..., None]
+        second = jnp.max(jnp.where(is_first, -jnp.inf, logits), axis=-1)
     top_logits = jnp.take_along_axis(logits, top_ids, axis=-1)
     is_top = jnp.any(jnp.arange(logits.shape[-1]) == top_ids[..., :, None], axis=-2)
     tail = jax.nn.logsumexp(jnp.where(is_top, -jnp.inf, logits), axis=-1)
@@ -36,6 +42,6 @@ def score_rows(
         "tail_logprob": tail - normaliser[..., 0],
         "target_ids": targets.astype(jnp.int32),
         "target_logprobs": (target_logits - normaliser)[..., 0],
-        "top1_ids": leading_ids[..., 0].astype(jnp.int32),
-        "margins": leading[..., 0] - leading[..., 1],
+        "top1_ids": first_ids.astype(jnp.int32),
+        "margins": first - second,
     }

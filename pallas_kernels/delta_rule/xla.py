@@ -130,7 +130,7 @@ def _one_chunk(
     o = o if per_channel else decay_in * o
     o = o + dot("ik,kj", round_to(p, formats.p), round_to(v_new, formats.v_new))
     update = round_to(v_new if per_channel else decay_out * v_new, formats.v_new)
-    state = decay_all * state + dot("ki,kj", writes, update)
+    state = decay_all * state + dot("ik,kj", jnp.swapaxes(writes, -1, -2), update)
     return round_to(state, formats.chunk_state), jnp.moveaxis(o, -2, 1)
 
 
@@ -199,7 +199,7 @@ def _mask(arrays: tuple[jax.Array, ...], valid: jax.Array) -> tuple[jax.Array, .
 
 
 def _dot(spec: str, a: jax.Array, b: jax.Array, mode: str) -> jax.Array:
-    """The product of two matrices, float32; `spec` is "ik,kj", "ik,jk" or "ki,kj".
+    """The product of two matrices, float32; `spec` is "ik,kj" or "ik,jk".
 
     Dimensions before the last two are a batch; where one operand has 1 there, it is repeated.
     """
@@ -222,10 +222,18 @@ def _gate_sums(g: jax.Array, formats: DeltaRuleFormats) -> _Sums:
     A rounded g_cumsum has no remainder. (A dot, because XLA's CPU compiler fuses a cumsum into
     its consumers, and sums again for each of their elements.)
     """
-    lower = jnp.tril(jnp.ones((g.shape[-2],) * 2, jnp.float32))
     coarse = jnp.round(g * jnp.float32(1024)) / jnp.float32(1024)
-    sums = _dot("ik,kj", lower, jnp.concatenate([coarse, g - coarse], axis=-1), "highest")
-    coarse, remainder = jnp.split(sums, 2, axis=-1)
+    lower = jnp.tril(jnp.ones((g.shape[-2],) * 2, jnp.float32))
+    if g.shape[-1] == 1:
+        # All heads at once are rows of one product: a batch of two columns each takes four times
+        # as long.
+        rows = jnp.stack([coarse, g - coarse])[..., 0]
+        axes = (((rows.ndim - 1,), (1,)), ((), ()))
+        sums = lax.dot_general(rows, lower, axes, precision=lax.Precision.HIGHEST)[..., None]
+        coarse, remainder = sums[0], sums[1]
+    else:
+        sums = _dot("ik,kj", lower, jnp.concatenate([coarse, g - coarse], axis=-1), "highest")
+        coarse, remainder = jnp.split(sums, 2, axis=-1)
     if formats.g_cumsum.is_exact:
         return coarse, remainder
     return round_to(coarse + remainder, formats.g_cumsum), jnp.zeros_like(remainder)
