@@ -28,7 +28,7 @@ from kernjax.model.layers import (
     silu,
 )
 from kernjax.precision import LayerPolicy
-from pallas_kernels.formats import as_bits, from_bits, round_to, store
+from pallas_kernels.formats import as_bits, bits_dtype, from_bits, round_to, store
 
 
 class DeltaNet(nnx.Module):
@@ -121,10 +121,12 @@ def causal_conv(
     inputs (`count` int32 []), so that padding never enters the next call.
     """
     time, taps = x.shape[1], weight.astype(jnp.float32)
-    # As bits and unfused, or XLA's CPU compiler asks of each output where its inputs lie.
-    x_bits = jax.lax.optimization_barrier(as_bits(x))
-    bits = jnp.concatenate([as_bits(window.astype(x.dtype)), x_bits], axis=1)
-    stored = from_bits(jax.lax.optimization_barrier(bits), x.dtype)
+    # Written one after the other: of a concatenation XLA's CPU compiler makes a loop that asks of
+    # each element from which part it comes.
+    bits = jnp.zeros((x.shape[0], window.shape[1] + time, x.shape[2]), bits_dtype(x.dtype))
+    bits = jax.lax.dynamic_update_slice(bits, as_bits(window.astype(x.dtype)), (0, 0, 0))
+    bits = jax.lax.dynamic_update_slice(bits, as_bits(x), (0, window.shape[1], 0))
+    stored = from_bits(bits, x.dtype)
     inputs = stored.astype(jnp.float32)
     y = sum(inputs[:, tap : tap + time] * taps[:, tap] for tap in range(taps.shape[-1]))
     y = store(silu(round_to(y, policy.conv)), policy.conv)
