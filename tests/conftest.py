@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -14,18 +13,12 @@ import pallas_kernels  # noqa: F401  sets XLA's flags before jax starts
 from kernjax.scoring.compilation import use_compilation_cache
 
 # Most of the tests' time is XLA's and LLVM's, on programs that run for milliseconds. What a test
-# asserts holds at every level, so they are compiled at the lowest, in subprocesses too; programs of
-# the product keep the level that the product names. A level in XLA_FLAGS is taken as it is: CI runs
-# some of the tests as users compile, by `XLA_FLAGS=--xla_backend_optimization_level=3`.
-_QUICK = [
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_parallel_codegen_split_count=1",
-]
-if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 12):
-    _QUICK.append("--xla_cpu_use_fusion_emitters=false")  # 0.12 ends over a flag that it dropped
+# compiles itself is compiled at LLVM's lowest level and in one part, in subprocesses too; the
+# commands' programs name their level (kernjax/scoring/programs.py) and keep it. A level that is in
+# XLA_FLAGS already is taken as it is.
 if "--xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_QUICK]).strip()
+    _QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}".strip()
 
 # A silent promotion (bf16 + f32, say) is a rounding nobody asked for.
 jax.config.update("jax_numpy_dtype_promotion", "strict")

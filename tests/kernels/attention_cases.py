@@ -58,7 +58,11 @@ class Case(NamedTuple):
 
 @functools.cache
 def _jitted(op: str) -> Callable[..., jax.Array]:
-    return jax.jit(getattr(attention, op), static_argnames=("formats", "implementation"))
+    return jax.jit(
+        getattr(attention, op),
+        static_argnames=("formats", "implementation"),
+        compiler_options={"xla_backend_optimization_level": 1},  # as commands compile it
+    )
 
 
 def ours(name: str) -> Implementation:

@@ -66,10 +66,12 @@ class Implementation:
 
 
 _jit = functools.partial(jax.jit, static_argnames=("formats", "implementation", "scale"))
-# The same programs compiled in half the time: where many formats or lengths are tried.
+# As commands compile them; and the same programs in half the time: for many formats or lengths.
+_OPTIONS = {"xla_backend_optimization_level": 1}
 QUICK_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 _quick = functools.partial(_jit, compiler_options=QUICK_OPTIONS)
-XLA = Implementation("xla", _jit(delta_rule.chunked), _jit(delta_rule.recurrent))
+_usual = functools.partial(_jit, compiler_options=_OPTIONS)
+XLA = Implementation("xla", _usual(delta_rule.chunked), _usual(delta_rule.recurrent))
 QUICK = Implementation("xla", _quick(delta_rule.chunked), _quick(delta_rule.recurrent))
 
 
