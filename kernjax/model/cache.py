@@ -21,7 +21,8 @@ class Cache:
       KV cache's storage dtype, S the capacity (split over a mesh: that of a part, inside its
       program); slots from `length` on are undefined. Of latent attention one head, of unlike widths
       (`ModelConfig.cached_widths`).
-    - conv: [linear layers, B, conv_kernel - 1, C], the last inputs of the causal convolution.
+    - conv: [linear layers, B, conv_kernel - 1, C], the last inputs of the causal convolution, as
+      bits too.
     - state: [linear layers, B, Hv, K, V] float32, already rounded to the state's format.
     - length: int32 [], tokens seen; the same for all rows (a batch holds one depth).
     """
@@ -64,7 +65,7 @@ def init_cache(config: ModelConfig, execution: Execution, batch: int, capacity: 
         ),
         conv=jnp.zeros(
             (linear, batch, config.conv_kernel - 1, channels),
-            execution.container(lambda policy: policy.activations),
+            bits_dtype(execution.container(lambda policy: policy.activations)),
         ),
         state=jnp.zeros((linear, batch, *state_shape), jnp.float32),
         length=jnp.zeros((), jnp.int32),

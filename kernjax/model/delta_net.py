@@ -117,18 +117,19 @@ def causal_conv(
 ) -> tuple[jax.Array, jax.Array]:
     """Depthwise causal convolution and silu; x [B, T, C], weight [C, kernel].
 
-    `window` [B, kernel - 1, C] holds the inputs before x; the returned one holds the last real
-    inputs (`count` int32 []), so that padding never enters the next call.
+    `window` [B, kernel - 1, C] holds the inputs before x, as `Cache.conv` does; the returned one
+    holds the last real inputs (`count` int32 []), so that padding never enters the next call.
     """
-    time, taps = x.shape[1], weight.astype(jnp.float32)
+    time, taps, width = x.shape[1], weight.astype(jnp.float32), window.shape[1]
     # Written one after the other: of a concatenation XLA's CPU compiler makes a loop that asks of
     # each element from which part it comes.
-    bits = jnp.zeros((x.shape[0], window.shape[1] + time, x.shape[2]), bits_dtype(x.dtype))
-    bits = jax.lax.dynamic_update_slice(bits, as_bits(window.astype(x.dtype)), (0, 0, 0))
-    bits = jax.lax.dynamic_update_slice(bits, as_bits(x), (0, window.shape[1], 0))
-    stored = from_bits(bits, x.dtype)
-    inputs = stored.astype(jnp.float32)
+    bits = jnp.zeros((x.shape[0], width + time, x.shape[2]), bits_dtype(x.dtype))
+    same = window.dtype == bits.dtype
+    before = window if same else as_bits(window.astype(x.dtype))
+    bits = jax.lax.dynamic_update_slice(bits, before, (0, 0, 0))
+    bits = jax.lax.dynamic_update_slice(bits, as_bits(x), (0, width, 0))
+    inputs = from_bits(bits, x.dtype).astype(jnp.float32)
     y = sum(inputs[:, tap : tap + time] * taps[:, tap] for tap in range(taps.shape[-1]))
     y = store(silu(round_to(y, policy.conv)), policy.conv)
-    new_window = jax.lax.dynamic_slice_in_dim(stored, count, window.shape[1], axis=1)
-    return y, new_window.astype(window.dtype)
+    last = jax.lax.dynamic_slice_in_dim(bits, count, width, axis=1)
+    return y, last if same else from_bits(last, x.dtype).astype(window.dtype)

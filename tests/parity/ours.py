@@ -141,9 +141,10 @@ def _cached(cache: Cache, execution: Execution) -> Cached:
     length = int(cache.length)
     keys = execution.container(lambda policy: policy.kv_cache.k)
     values = execution.container(lambda policy: policy.kv_cache.v)
+    conv = execution.container(lambda policy: policy.activations)
     return Cached(
         keys=np.asarray(from_bits(cache.keys, keys), np.float32)[:, :, :length],
         values=np.asarray(from_bits(cache.values, values), np.float32)[:, :, :length],
-        conv=np.asarray(cache.conv, np.float32),
+        conv=np.asarray(from_bits(cache.conv, conv), np.float32),
         state=np.asarray(cache.state, np.float32),
     )
