@@ -16,7 +16,7 @@ import jax
 from kernjax.base.progress import Work
 
 # On a CPU LLVM's second level costs a third more compilation; the programs' time and bits stay.
-_CPU_OPTIONS = {"xla_backend_optimization_level": 1}
+CPU_OPTIONS = {"xla_backend_optimization_level": 1}
 _THREADS = 2
 
 
@@ -33,7 +33,7 @@ class Program:
             function,
             donate_argnums=donate,
             out_shardings=out_shardings,
-            compiler_options=_CPU_OPTIONS if jax.default_backend() == "cpu" else None,
+            compiler_options=CPU_OPTIONS if jax.default_backend() == "cpu" else None,
         )
         self._ahead: dict[Any, Future] = {}
         self._called: set[Any] = set()

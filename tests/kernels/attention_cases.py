@@ -15,6 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from kernjax.scoring.programs import CPU_OPTIONS
 from pallas_kernels import attention
 from pallas_kernels.attention import AttentionFormats
 from pallas_kernels.formats import BF16, E4M3, E4M3_256, E4M3_448, F16, Format
@@ -61,7 +62,7 @@ def _jitted(op: str) -> Callable[..., jax.Array]:
     return jax.jit(
         getattr(attention, op),
         static_argnames=("formats", "implementation"),
-        compiler_options={"xla_backend_optimization_level": 1},  # as commands compile it
+        compiler_options=CPU_OPTIONS,  # as commands compile it
     )
 
 

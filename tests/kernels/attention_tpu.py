@@ -14,14 +14,11 @@ from attention_cases import Case, Implementation
 from pallas_kernels.attention import Tiles, mosaic_tpu
 from pallas_kernels.attention.tiles import choose
 
-# The interpreted kernel is a long program that runs for milliseconds.
-_QUICK = {"xla_backend_optimization_level": 0}
-
 
 @functools.cache
 def _jitted(interpret: Any, tiles: Tiles | None) -> Callable[..., jax.Array]:
     call = functools.partial(mosaic_tpu.attention, interpret=interpret, tiles=tiles)
-    return jax.jit(call, static_argnames="formats", compiler_options=_QUICK)
+    return jax.jit(call, static_argnames="formats")
 
 
 def run(case: Case, interpret: Any = True, tiles: Tiles | None = None) -> np.ndarray:

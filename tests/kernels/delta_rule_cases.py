@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from kernjax.scoring.programs import CPU_OPTIONS
 from pallas_kernels import delta_rule
 from pallas_kernels.delta_rule import DeltaRuleFormats
 from pallas_kernels.formats import BF16
@@ -67,10 +68,9 @@ class Implementation:
 
 _jit = functools.partial(jax.jit, static_argnames=("formats", "implementation", "scale"))
 # As commands compile them; and the same programs in half the time: for many formats or lengths.
-_OPTIONS = {"xla_backend_optimization_level": 1}
 QUICK_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 _quick = functools.partial(_jit, compiler_options=QUICK_OPTIONS)
-_usual = functools.partial(_jit, compiler_options=_OPTIONS)
+_usual = functools.partial(_jit, compiler_options=CPU_OPTIONS)
 XLA = Implementation("xla", _usual(delta_rule.chunked), _usual(delta_rule.recurrent))
 QUICK = Implementation("xla", _quick(delta_rule.chunked), _quick(delta_rule.recurrent))
 
